@@ -1,0 +1,214 @@
+"""How fast, how large: the trainer's own functions on fixed work, with a synthetic model of random weights.
+
+    python bench.py                                   on a GPU Qwen3-1.7B's shape; on a CPU the tiny model
+    python bench.py --size=0.6b --new_tokens=512      sizes: tiny, 0.6b, 1.7b, 4b, 8b
+    python bench.py --kl=True --checkpointing=False   with a KL penalty; without gradient checkpointing
+    python bench.py --peer=trl                        the same work in TRL's GRPOTrainer (if installed), and the ratio
+    python bench.py --sweep=True                      response lengths and batch sizes, one after the other
+
+Each step is one rollout batch, one update, one sync. The last line printed is one JSON object."""
+import gc, json, os, statistics, subprocess, sys, tempfile, time
+from types import SimpleNamespace
+
+import starter as s
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+SIZES = {   # the shapes of the Qwen3 family
+    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8),
+    "1.7b": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8),
+    "4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8),
+    "8b": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False),
+}
+
+
+def make_model(size, device):
+    if size == "tiny":
+        return s.init_policy("tiny", device)[0]
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=151936, head_dim=128, max_position_embeddings=40960, rope_theta=1e6, **{"tie_word_embeddings": True} | SIZES[size])
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").train()
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+class Phases:
+    """Seconds spent in the trainer's functions, by wrapping them."""
+
+    def __init__(self, cuda):
+        self.cuda, self.seconds = cuda, {}
+
+    def clock(self):
+        if self.cuda: torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def wrap(self, owner, name, phase):
+        inner = getattr(owner, name)
+
+        def timed(*args, **kw):
+            start = self.clock()
+            try: return inner(*args, **kw)
+            finally: self.seconds[phase] = self.seconds.get(phase, 0.0) + self.clock() - start
+        setattr(owner, name, timed)
+
+
+def flops(model, tokens, head_tokens, length):
+    """Forward + backward: 6 per weight and token, plus causal attention; the head only where a response token is predicted."""
+    head = model.get_output_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.base_model.layers.parameters())
+    c = model.config
+    attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length * tokens      # 12 * layers * width * T / 2
+    return 6 * body * tokens + 6 * head * head_tokens + attention
+
+
+def matmul_rate(cuda):
+    n = 8192 if cuda else 1024
+    a, b = (torch.randn(n, n, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else torch.float32) for _ in range(2))
+    for _ in range(3): a @ b
+    if cuda: torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10): a @ b
+    if cuda: torch.cuda.synchronize()
+    return 2 * n**3 * 10 / (time.perf_counter() - start)
+
+
+def ours(o):
+    cuda = o.device == "cuda"
+    policy = make_model(o.size, o.device)
+    rate = matmul_rate(cuda)
+    if o.checkpointing: policy.gradient_checkpointing_enable({"use_reentrant": False})
+    ref = s.copy.deepcopy(policy).eval().requires_grad_(False) if o.kl else None
+    if o.compile: [s.compile_layers(m) for m in (policy, ref) if m is not None]
+    weights = torch.cuda.memory_allocated() if cuda else 0
+    start = time.perf_counter()
+    llm = s.TorchSampler(policy) if not o.vllm else s.init_vllm(policy, o.prompt_tokens + o.new_tokens, o.prompts * o.group, o.gpu_mem_util, o.eager, o.sleep)
+    print(f"sampler started in {time.perf_counter() - start:.0f} s", flush=True)
+    engine = torch.cuda.memory_allocated() - weights if cuda else 0
+    optimizer = s.Optimizer(policy, 1e-6)
+    phases = Phases(cuda)
+    phases.wrap(s, "score", "ref_log_probs")
+    phases.wrap(s, "grpo_microbatch_step", "forward_backward")
+    phases.wrap(optimizer, "step", "optimizer")
+    cfg = SimpleNamespace(loss_type="grpo", max_tokens=o.new_tokens, temperature=1.0, clip_range=0.2, clip_range_high=0.0, mismatch_cap=2.0,
+                          kl_estimator=o.kl_estimator, kl_importance_weight=True, kl_in="loss", ref_offload=False, inner_epochs=1, n_minibatches=1,
+                          gradient_accumulation_steps=1, tokens_per_microbatch=o.tokens_per_microbatch, seed=0, max_grad_norm=1.0, max_kl=1e9,
+                          warmup_steps=0, max_consecutive_skips=1)
+    state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
+    params = s.init_sampling_params(1.0, 0, o.new_tokens, o.group, []) | ({"ignore_eos": True} if o.vllm else {})
+    g = torch.Generator().manual_seed(0)
+    vocab = policy.config.vocab_size
+    rows, peak = [], 0
+    for step in range(1, o.warmup + o.steps + 1):
+        prompts = torch.randint(0, min(vocab, 256), (o.prompts, o.prompt_tokens), generator=g).tolist()
+        phases.seconds = {}
+        t0 = phases.clock()
+        responses = s.rollout_with_vllm(llm, prompts, params, 0, step)
+        t1 = phases.clock()
+        if o.sleep: llm.sleep(level=2)
+        batch = s.make_batch([p for p in prompts for _ in range(o.group)], [r[0] for r in responses], [r[1] for r in responses], o.device)
+        advantages = torch.randn(len(responses), generator=g).to(o.device)
+        if cuda: torch.cuda.reset_peak_memory_stats()
+        t2 = phases.clock()
+        s.update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref, 0.04 if o.kl else 0.0)
+        t3 = phases.clock()
+        if cuda: peak = max(peak, torch.cuda.max_memory_allocated())
+        if o.sleep: llm.wake_up(tags=["weights"])
+        s.load_policy_into_vllm_instance(policy, llm)
+        if o.sleep: llm.wake_up(tags=["kv_cache"])
+        t4 = phases.clock()
+        row = {"step": t4 - t0, "rollout": t1 - t0, **phases.seconds, "update": t3 - t2, "sync": t4 - t3}
+        print(f"{'warm-up' if step <= o.warmup else 'step'} {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
+        if step > o.warmup: rows.append(row)
+    median = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
+    n, tokens = o.prompts * o.group, o.prompts * o.group * (o.prompt_tokens + o.new_tokens)
+    work = flops(policy, tokens, n * o.new_tokens, o.prompt_tokens + o.new_tokens)
+    fixed = 16 * sum(p.numel() for p in policy.parameters()) if cuda else 0       # float32 masters, gradients, two moments
+    return {"seconds": median, "tokens_per_s": tokens / median["step"], "matmul_tflops": rate / 1e12,
+            "forward_backward_utilisation": work / median["forward_backward"] / rate,
+            "peak_training_gib": peak / 2**30, "peak_above_engine_gib": (peak - engine) / 2**30,
+            "peak_above_engine_weights_optimizer_gib": (peak - engine - fixed - weights) / 2**30}
+
+
+def trl(o):
+    """The same work in TRL: its trainer, its vLLM colocation, its defaults otherwise."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    folder = tempfile.mkdtemp()
+    model = make_model(o.size, o.device)
+    model.config._attn_implementation = "sdpa"
+    model.save_pretrained(folder)
+    s.Tokenizer().save(folder)              # bytes: one token per letter, so that prompt lengths are exact
+    del model
+    gc.collect()
+    stamps = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args, **kw):
+            if o.device == "cuda": torch.cuda.synchronize()
+            stamps.append(time.perf_counter())
+    import random
+    rng = random.Random(0)
+    data = Dataset.from_list([{"prompt": "".join(rng.choice("abcdefghij") for _ in range(o.prompt_tokens))} for _ in range(o.prompts * (o.warmup + o.steps + 1))])
+    config = GRPOConfig(
+        output_dir=folder + "/out", per_device_train_batch_size=o.trl_microbatch, gradient_accumulation_steps=o.prompts * o.group // o.trl_microbatch,
+        num_generations=o.group, max_completion_length=o.new_tokens, beta=0.04 if o.kl else 0.0, learning_rate=1e-6, max_steps=o.warmup + o.steps,
+        bf16=o.device == "cuda", gradient_checkpointing=o.checkpointing, use_vllm=o.vllm, logging_steps=1, save_strategy="no", report_to=[],
+        model_init_kwargs={"dtype": "bfloat16" if o.device == "cuda" else "float32"}, use_cpu=o.device != "cuda", disable_tqdm=True,
+        generation_kwargs={"ignore_eos": True} if o.vllm else {"min_new_tokens": o.new_tokens},
+        **(dict(vllm_mode="colocate", vllm_gpu_memory_utilization=o.gpu_mem_util, vllm_max_model_length=o.prompt_tokens + o.new_tokens + 8) if o.vllm else {}))
+    trainer = GRPOTrainer(model=folder, reward_funcs=lambda completions, **kw: [rng.random() for _ in completions], args=config, train_dataset=data, callbacks=[Clock()])
+    if o.device == "cuda": torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    steps = [b - a for a, b in zip(stamps[o.warmup - 1:], stamps[o.warmup:])]
+    return {"seconds": {"step": statistics.median(steps)}, "peak_training_gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else 0.0}
+
+
+def main():
+    cuda = torch.cuda.is_available()
+    given = s.parse_arguments(sys.argv[1:])
+    size = given.get("size", "1.7b" if cuda else "tiny")
+    tiny = size == "tiny"
+    o = SimpleNamespace(size=size, device="cuda" if cuda else "cpu", prompts=16, group=8, prompt_tokens=16 if tiny else 128, new_tokens=32 if tiny else 256,
+                        steps=5, warmup=2, kl=False, kl_estimator="k3", checkpointing=not tiny, compile=cuda and not tiny, vllm=True, eager=False, sleep=False,
+                        gpu_mem_util=0.3, tokens_per_microbatch=16384, peer="", trl_microbatch=128 if tiny else 16, sweep=False, only="")
+    s.override(o, given)
+    if size != "tiny" and size not in SIZES: raise s.UserError(f"size must be tiny or one of {', '.join(SIZES)}, got {size!r}")
+    if o.peer not in ("", "trl"): raise s.UserError(f"peer must be trl, got {o.peer!r}")
+    if o.only == "trl":
+        print(json.dumps(trl(o)))
+        return
+    result = {"config": vars(o)}
+    if o.sweep:
+        result["sweep"] = []
+        for n in (256, 1024, 4096, 8192) if not tiny else (16, 32, 64, 128):
+            for prompts in (o.prompts // 2, o.prompts) if n == 256 or tiny else (max(1, o.prompts * 512 // n),):
+                part = again(["--sweep=False", f"--new_tokens={n}", f"--prompts={prompts}", "--peer="])
+                result["sweep"].append({"new_tokens": n, "prompts": prompts} | part["ours"])
+    else:
+        result["ours"] = ours(o)
+    if o.peer:
+        result["trl"] = again(["--only=trl", "--peer="])
+        result["ratio_to_trl"] = result["ours"]["seconds"]["step"] / result["trl"]["seconds"]["step"]
+        print(f"ours {result['ours']['seconds']['step']:.3f} s per step, TRL {result['trl']['seconds']['step']:.3f} s: ratio {result['ratio_to_trl']:.2f}")
+    print(json.dumps(result))
+
+
+def again(extra):
+    """This program in a fresh process, so that nothing is left in the GPU's memory; its last line."""
+    gc.collect()
+    if torch.cuda.is_available(): torch.cuda.empty_cache()
+    run = subprocess.run([sys.executable, __file__, *sys.argv[1:], *extra], stdout=subprocess.PIPE, text=True)
+    if run.returncode: raise s.UserError(f"the run with {' '.join(extra)} failed")
+    print(run.stdout)
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    try: main()
+    except s.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,1601 @@
+"""GRPO for language models in one file: read it top to bottom, edit `main()`, run it.
+
+    python starter.py                                    train (a GPU: Qwen/Qwen3-1.7B; no GPU: a tiny built-in model, minutes)
+    python starter.py --model_id=path/to/model --lr=1e-6 any hyperparameter of main() can be set as --name=value
+    python starter.py --use_kl_penalty=True              with a KL penalty towards the starting model (KL.md)
+    python starter.py --resume=True                      go on after an interruption (Ctrl-C saves a checkpoint first)
+    tensorboard --logdir out/tb                          look at the curves and the samples
+    python -m pytest test_starter.py                     the full tests (quick ones run before every training)
+
+Choices, and why:
+- Token ids go in and out of the sampler; text is made only for the reward and for people. The end token is trained on.
+- vLLM runs in this process and gets the weights in place after every update. Its log-prob of every sampled token is
+  compared with the trainer's, so weights that did not arrive are noticed at once.
+- Everything random is a function of (seed, step), so a resumed run gives the same numbers as an uninterrupted one.
+- One divisor per optimizer step: the gradient does not depend on how the batch is cut into microbatches.
+- Log-probs and the loss are float32, the optimizer works on float32 master weights; bf16 only inside the model.
+- The KL term has the gradient of KL(policy || reference); the usual one, k3 in the loss, has another (KL.md).
+"""
+import os
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"      # the engine lives in this process: weights reach it without copies
+for _name, _value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("TORCH_LOGS", "-all"),
+                      ("VLLM_NO_USAGE_STATS", "1"), ("TOKENIZERS_PARALLELISM", "false"),
+                      ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "0")):
+    os.environ.setdefault(_name, _value)                # before the imports below; set them yourself to see more
+import contextlib, copy, difflib, hashlib, html, itertools, json, math, random, re, shutil, signal, sys, tempfile, time, warnings, zlib
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+class UserError(Exception):
+    """Something the user can put right: shown as one line, without a traceback, exit code 2."""
+
+
+class BadNumbers(Exception):
+    """NaN or infinity where a number must be: the update is skipped, counted, and never reaches the weights."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. The task: Countdown. Make the target from the given numbers, each used exactly once.
+
+def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operations="+-*"):
+    """One solvable problem: a function of its arguments alone. Which split a problem belongs to is a hash of the problem
+    itself (numbers in any order, and target), so training and held-out problems never meet, whatever the seed."""
+    rng = random.Random(f"{seed}/{split}/{index}")
+    while True:
+        numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
+        parts = [(str(n), n, 9) for n in numbers]        # (text, value, how tightly it binds)
+        while len(parts) > 1:                            # join two random parts until one is left: it solves the problem
+            (a, x, p), (b, y, q) = parts.pop(rng.randrange(len(parts))), parts.pop(rng.randrange(len(parts)))
+            op = rng.choice(operations)
+            bind = 1 if op in "+-" else 2
+            if op == "/" and (y == 0 or x % y):
+                parts = []
+                break
+            value = {"+": x + y, "-": x - y, "*": x * y, "/": x // y if y else 0}[op]
+            left = f"({a})" if p < bind else a
+            right = f"({b})" if q < bind or (q == bind and op in "-/") else b
+            parts.append((left + op + right, value, bind))
+        if len(parts) != 1:                              # a division that does not come out even: try again
+            continue
+        target = parts[0][1]
+        held_out = zlib.crc32(f"{sorted(numbers)}={target}".encode()) % 5 == 0
+        if 0 < target < 100 and held_out == (split != "train"):
+            return {"numbers": numbers, "target": target, "solution": parts[0][0]}
+
+
+def held_out_problems(n, **size):
+    """The first n different held-out problems; the same ones for every run, whatever its seed."""
+    problems, index = {}, 0
+    while len(problems) < n:
+        if index > 200 * n + 10_000:
+            raise UserError(f"only {len(problems)} different held-out problems of this size exist, n_eval asks for {n}: "
+                            "lower n_eval or raise max_number")
+        p = make_problem(0, index, "held-out", **size)
+        problems.setdefault((tuple(sorted(p["numbers"])), p["target"]), p)
+        index += 1
+    return list(problems.values())
+
+
+PROMPT = """Using the numbers {numbers}, write an expression that equals {target}. Use each number exactly once, with the \
+operations {operations} and parentheses. Think step by step inside <think> </think> tags, briefly, then give only the \
+expression inside <answer> </answer> tags, for example <answer>(1 + 2) * 3</answer>."""
+
+
+def prompt_text(problem, tokenizer, operations="+-*"):
+    """The short form for the tiny model, `3 5 7=22:`; a chat turn for models that have a chat template."""
+    if tokenizer.short_prompts:
+        return f"{' '.join(map(str, problem['numbers']))}={problem['target']}:"
+    return tokenizer.chat(PROMPT.format(numbers=problem["numbers"], target=problem["target"], operations=" ".join(operations)))
+
+
+def evaluate_expression(text, numbers):
+    """The exact value of an expression that uses each of `numbers` once, or None. Nothing is ever eval()ed: the text must
+    consist of those numbers, + - * / and parentheses, and a small recursive parser with limits does the arithmetic."""
+    tokens = re.findall(r"[0-9]+|[^\s0-9]", text[:1000], re.ASCII) if len(text) <= 1000 else []
+    digits = [t for t in tokens if t[0] in "0123456789"]
+    if len(tokens) > 100 or any(len(t) > 9 for t in digits) or sorted(map(int, digits)) != sorted(numbers):
+        return None
+    tokens.append("end")
+
+    def expression():
+        value = term()
+        while tokens[0] in ("+", "-"):
+            value = value + term() if tokens.pop(0) == "+" else value - term()
+        return value
+
+    def term():
+        value = factor()
+        while tokens[0] in ("*", "/"):
+            value = value * factor() if tokens.pop(0) == "*" else value / factor()
+        return value
+
+    def factor():
+        token = tokens.pop(0)
+        if token[0] in "0123456789":
+            return Fraction(int(token))
+        if token in ("+", "-"):
+            return factor() if token == "+" else -factor()
+        if token != "(":
+            raise ValueError(token)
+        value = expression()
+        if tokens.pop(0) != ")":
+            raise ValueError("unbalanced")
+        return value
+
+    try:
+        value = expression()
+        return value if tokens == ["end"] else None
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def extract_answer(text):
+    """What stands inside the last complete <answer> ... </answer>, or None."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>"):end].strip() if start >= 0 else None
+
+
+def reward_fn(generated_text, ground_truth):
+    """1.0 for a right answer, 0.1 for an <answer> that is wrong, 0.0 for none. Replace it with your own."""
+    answer = extract_answer(generated_text)
+    if answer is None:
+        return 0.0
+    return 1.0 if evaluate_expression(answer, ground_truth["numbers"]) == ground_truth["target"] else 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Model and tokenizer: `tiny` (made here, needs no download) or any Hugging Face causal language model.
+
+SPECIAL = ["<|end|>", "<|pad|>", "<answer>", "</answer>", "<think>", "</think>"]     # ids 256 ... 261 after the 256 bytes
+
+
+class Tokenizer:
+    """Text to ids and back. `hf` is a transformers tokenizer; None is the tiny model's byte-level tiktoken encoding."""
+
+    def __init__(self, hf=None, stop_ids=(), short_prompts=True):
+        self.hf, self.short_prompts = hf, short_prompts
+        if hf is None:
+            self.bytes = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks={bytes([i]): i for i in range(256)},
+                                           special_tokens={name: 256 + i for i, name in enumerate(SPECIAL)})
+        self.end_id = 256 if hf is None else hf.eos_token_id
+        if self.end_id is None:
+            raise UserError("the tokenizer has no end token (eos_token), so a response could never end: set one in "
+                            "tokenizer_config.json of the model folder")
+        self.stop_ids = sorted({self.end_id, *stop_ids})
+
+    def encode(self, text):
+        return (self.bytes.encode(text, allowed_special="all") if self.hf is None
+                else self.hf.encode(text, add_special_tokens=False))
+
+    def decode(self, ids):
+        if self.hf is None:
+            return self.bytes.decode([i for i in ids if i not in (256, 257)])
+        return self.hf.decode(ids, skip_special_tokens=not self.short_prompts).replace(SPECIAL[0], "")
+
+    def chat(self, text):
+        """One user turn. `enable_thinking` is Qwen3's switch for its own long thoughts; other templates ignore it."""
+        if self.hf.chat_template is None:
+            return (self.hf.bos_token or "") + text + "\n"
+        return self.hf.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True,
+                                           enable_thinking=False)
+
+    def save(self, folder):
+        """Always in Hugging Face format, so that transformers and vLLM load the folder."""
+        hf = self.hf
+        if hf is None:   # the same 262 ids as a `tokenizers` file: byte-level BPE without merges
+            from tokenizers import AddedToken, Tokenizer as Fast, decoders, models, pre_tokenizers
+            from transformers import PreTrainedTokenizerFast
+            letters = [i for i in range(256) if chr(i).isprintable() and chr(i) != " "]      # GPT-2's name of every byte
+            names = {b: chr(b) for b in letters} | {b: chr(256 + i) for i, b in enumerate(sorted({*range(256)} - {*letters}))}
+            fast = Fast(models.BPE({name: b for b, name in names.items()}, []))
+            fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+            fast.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+            hf = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=SPECIAL[0], pad_token=SPECIAL[1])
+            hf.chat_template = "{{ messages[-1]['content'] }}"
+        hf.save_pretrained(folder)
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None,
+                     sliding_window=None, **kw):
+    """Attention for sequences laid end to end without padding: query [1, heads, N, d]; cu_seq_lens_q says where each begins."""
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kw)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))      # [N, heads, d]
+    if q.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn              # torch's own flash attention
+        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+                          window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True)
+    else:                                                              # slow but the same: for tests on a CPU
+        pieces = [F.scaled_dot_product_attention(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True,
+                                                 scale=scaling, enable_gqa=True)[0].transpose(0, 1)
+                  for a, b in zip(cu_seq_lens_q.tolist(), cu_seq_lens_q.tolist()[1:])]
+        out = torch.cat(pieces)
+    return out[None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", lambda *a, attention_mask=None, **kw: None if attention_mask is None
+                                else sdpa_mask(*a, attention_mask=attention_mask, **kw))
+
+
+def init_policy(model_id, device="cpu", dtype=None, seed=42, lora_rank=0, gradient_checkpointing=False):
+    """-> (policy, tokenizer). float32 on a CPU, bf16 on a GPU (the optimizer keeps float32 master weights)."""
+    dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
+    if model_id == "tiny":
+        torch.manual_seed(seed)
+        config = LlamaConfig(vocab_size=262, hidden_size=128, intermediate_size=512, num_hidden_layers=3,
+                             num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, bos_token_id=None,
+                             eos_token_id=256, pad_token_id=257, tie_word_embeddings=False, initializer_range=0.08,
+                             prompt_style="short")
+        policy = AutoModelForCausalLM.from_config(config, attn_implementation="packed").to(dtype)
+        tokenizer = Tokenizer()
+    else:
+        try:
+            policy = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation="packed",
+                                                          trust_remote_code=False)
+            hf = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+        except Exception as e:      # transformers, the hub and safetensors each raise their own kinds
+            reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+            raise UserError(f"cannot load the model {model_id!r} ({reason}). Two ways out: --model_id=path/to/a/folder in "
+                            "Hugging Face format (config.json, *.safetensors, tokenizer), or --model_id=tiny, built in") from None
+        stop = policy.generation_config.eos_token_id
+        tokenizer = Tokenizer(hf, stop if isinstance(stop, list) else [] if stop is None else [stop],
+                              getattr(policy.config, "prompt_style", "chat") == "short")
+    for module in policy.modules():       # dropout off: policy, old policy and reference must be the same function
+        if isinstance(module, torch.nn.Dropout): module.p = 0.0
+        if hasattr(module, "attention_dropout"): module.attention_dropout = 0.0
+    policy.to(device).train()
+    if lora_rank:
+        from peft import LoraConfig
+        torch.manual_seed(seed)
+        policy.add_adapter(LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, bias="none",
+                                      target_modules="all-linear", task_type="CAUSAL_LM"))
+        for p in policy.parameters():
+            if p.requires_grad: p.data = p.data.float()      # adapters are small: keep them in float32
+    if gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy, tokenizer
+
+
+def compile_layers(model):
+    for layer in model.base_model.layers: layer.compile(dynamic=True)
+
+
+def solved_example(problem, think):
+    """What the tiny model is shown: the answer alone, or after a short thought, namely the running sums of the numbers and how
+    much of the last sum has to change its sign. That thinking pays it has to find out by itself, in GRPO."""
+    sums = list(itertools.accumulate(problem["numbers"]))
+    thought = f"<think>{' '.join(map(str, sums[1:] + [(sums[-1] - problem['target']) // 2]))}</think>" if think else ""
+    return f"{thought}<answer>{problem['solution']}</answer>"
+
+
+def warm_start(policy, tokenizer, examples, steps, lr=1e-2):
+    """Supervised steps that teach the tiny model what an answer looks like. examples(step) -> [(prompt, response), ...]"""
+    matrices = [p for p in policy.base_model.layers.parameters() if p.dim() == 2]
+    others = [p for p in policy.parameters() if not any(p is m for m in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),     # half the steps of AdamW
+                  torch.optim.AdamW(others, lr / 5, betas=(0.9, 0.95))]
+    start = time.time()
+    for step in range(steps):
+        prompts, answers = zip(*examples(step))
+        batch = make_batch([tokenizer.encode(p) for p in prompts], [tokenizer.encode(a) + [tokenizer.end_id] for a in answers],
+                           device=policy.device)
+        logp = get_response_log_probs(policy, batch.input_ids, batch.labels, response_mask=batch.mask)
+        loss = -logp.sum() / batch.mask.sum()
+        policy.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for optimizer, base in zip(optimizers, (lr, lr / 5)):
+            for group in optimizer.param_groups:       # short warm-up, then a cosine down to a tenth
+                group["lr"] = base * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            optimizer.step()
+        if step % max(1, steps // 10) == 0 or step == steps - 1:
+            print(f"warm start {step + 1:4d}/{steps} | Loss: {loss.item():.3f} | {time.time() - start:.0f} s", flush=True)
+    policy.zero_grad()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Rollouts: vLLM in this process, or, where it is not installed, a plain torch sampler behind the same call.
+
+@contextlib.contextmanager
+def trainer_state_kept():
+    """In-process vLLM reseeds and consumes the global RNGs, resets the matmul precision and the thread count."""
+    py, npy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    precision, threads, set_threads = torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads
+    env = dict(os.environ)
+    try:
+        yield
+    finally:
+        random.setstate(py), np.random.set_state(npy), torch.set_rng_state(cpu)
+        if gpu: torch.cuda.set_rng_state_all(gpu)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads: torch.set_num_threads(threads)
+        for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS"):
+            os.environ.pop(name, None)
+            if name in env: os.environ[name] = env[name]
+
+
+def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eager=False, sleep=False):
+    """An engine built from the policy's config alone; the first sync brings the weights. -> LLM, or a TorchSampler."""
+    cuda = policy.device.type == "cuda"
+    config = copy.deepcopy(policy.config)
+    config.architectures = [type(policy).__name__]
+    folder = tempfile.mkdtemp()
+    config.save_pretrained(folder)
+    kv = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * (getattr(config, "head_dim", None) or 128)
+    memory = ({"gpu_memory_utilization": gpu_mem_util, "enable_sleep_mode": sleep} if cuda else
+              {"kv_cache_memory_bytes": kv * max_num_seqs * (-(-max_model_len // 128) * 128) + (64 << 20)})   # blocks of 128
+    try:
+        with trainer_state_kept():
+            from vllm import LLM
+            llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_model_len,
+                      hf_overrides={"tie_word_embeddings": False},      # the head apart: a tied one can go stale in a sync
+                      dtype="bfloat16" if cuda else "float32", logprobs_mode="processed_logprobs", seed=0,
+                      max_num_seqs=max_num_seqs, enforce_eager=enforce_eager or not cuda, disable_log_stats=True, **memory)
+        load_policy_into_vllm_instance(policy, llm)
+        return llm
+    except (ImportError, AttributeError, OSError) as e:     # not installed, or built for another torch or without libnuma
+        print(f"!!! vLLM cannot be used here ({type(e).__name__}: {str(e)[:120]}).\n"
+              "!!! Sampling with plain torch instead: the same results, slower on a GPU (README: no vLLM).", flush=True)
+        return TorchSampler(policy)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def vllm_weights(policy):
+    """Names and tensors as vLLM expects them: LoRA merged, wrappers' prefixes removed, a tied head included."""
+    lora = {name: m for name, m in policy.named_modules() if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
+    for name, tensor in policy.state_dict().items():
+        name = name.replace("_orig_mod.", "").replace("module.", "")
+        if ".lora_" in name: continue
+        if name.endswith(".base_layer.weight"):
+            name, tensor = name.replace(".base_layer", ""), tensor.float() + lora[name[:-18]].get_delta_weight("default")
+        yield name.replace(".base_layer", ""), tensor
+
+
+@torch.no_grad()
+def load_policy_into_vllm_instance(policy, llm):
+    """Copy the weights into the running engine, in place, and drop cached prefixes: they belong to the old weights."""
+    if isinstance(llm, TorchSampler):
+        return                                              # it samples from the policy itself
+    with trainer_state_kept():
+        if policy.device.type == "cuda":                    # 20 ms for 1.7 B
+            llm.apply_model(lambda model: bool(model.load_weights(vllm_weights(policy))))
+        else:                                               # the CPU backend repacks weights: it has to see the whole reload
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": vllm_weights(policy)})
+        if not llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+
+def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
+    """Keywords of vllm.SamplingParams. logprobs=0 returns the log-prob of exactly the sampled token."""
+    return dict(n=n, temperature=temperature, min_tokens=min_tokens, max_tokens=max_tokens, stop_token_ids=list(stop_ids),
+                logprobs=0, detokenize=False)
+
+
+def request_seed(seed, step, prompt):
+    """Where the seeds of a prompt's samples begin: sample i has this + i."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{prompt}".encode(), digest_size=6).digest(), "little")
+
+
+def rollout_with_vllm(llm, prompts, params, seed, step):
+    """prompts: lists of token ids. -> one (token ids with the end token, their log-probs, finished?) per response,
+    params["n"] of them per prompt, in order. `finished` is False for a response cut off at max_tokens."""
+    seeds = [request_seed(seed, step, i) for i in range(len(prompts))]
+    if isinstance(llm, TorchSampler):
+        return llm.generate(prompts, params, seeds)
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    with trainer_state_kept():
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts],
+                               [SamplingParams(**params, seed=s) for s in seeds], use_tqdm=False)
+    responses = [(list(c.token_ids), [d[t].logprob for t, d in zip(c.token_ids, c.logprobs)], c.finish_reason == "stop")
+                 for o in outputs for c in o.outputs]
+    if len(responses) != len(prompts) * params["n"] or not all(ids for ids, *_ in responses):
+        raise RuntimeError(f"vLLM returned {len(responses)} responses, some perhaps empty; expected {len(prompts) * params['n']}")
+    return responses
+
+
+class TorchSampler:
+    """What vLLM does, in thirty lines: a batch of left-padded prompts, a KV cache, one token at a time."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    @torch.no_grad()
+    def generate(self, prompts, params, seeds):
+        n, limit, stop = params["n"], params["max_tokens"], params["stop_token_ids"]
+        rows = [p for p in prompts for _ in range(n)]
+        # one stream of uniform numbers per response: its tokens do not depend on what else is in the batch
+        uniform = torch.from_numpy(np.stack([np.random.default_rng(s + i).random(limit) for s in seeds for i in range(n)]))
+        device, width = self.policy.device, max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in rows], device=device)                          # [N, width]
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
+        tokens, logps, cache = [], [], None
+        done = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        training = self.policy.training
+        self.policy.eval()
+        while len(tokens) < limit and not done.all():
+            position = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+            out = self.policy(ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True,
+                              logits_to_keep=1)
+            cache, logits = out.past_key_values, out.logits[:, -1].float()
+            if len(tokens) < params["min_tokens"]: logits[:, stop] = -torch.inf
+            logp = (logits / (params["temperature"] or 1.0)).log_softmax(-1)
+            if params["temperature"]:                       # inverse of the cumulative distribution
+                cdf = logp.double().exp().cumsum(-1)
+                u = uniform[:, len(tokens), None].to(device) * cdf[:, -1:]
+                token = torch.searchsorted(cdf, u, right=True).clamp(max=logp.shape[-1] - 1)
+            else:
+                token = logp.argmax(-1, keepdim=True)
+            tokens.append(token[:, 0])
+            logps.append(logp.gather(1, token)[:, 0])
+            done |= torch.isin(token[:, 0], torch.tensor(stop, device=device))
+            ids, mask = token, torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        self.policy.train(training)
+        responses = []
+        for ids, logp in zip(torch.stack(tokens, 1).tolist(), torch.stack(logps, 1).tolist()):
+            length = next((i + 1 for i, t in enumerate(ids) if t in stop), len(ids))
+            responses.append((ids[:length], logp[:length], ids[length - 1] in stop))
+        return responses
+
+
+def make_batch(prompts, responses, logps=None, device="cpu"):
+    """Right-padded tensors, labels already shifted: labels[b, t] is the token after input_ids[b, t]. `mask` is built from
+    the lengths, never from token values, and is True where the label is a response token, the end token included."""
+    width = max(len(p) + len(r) for p, r in zip(prompts, responses)) - 1
+    ids, labels = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))       # [B, T]
+    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+    sampled = torch.zeros(len(prompts), width)
+    for b, (p, r) in enumerate(zip(prompts, responses)):
+        row = torch.tensor(p + r)
+        ids[b, :len(row) - 1], labels[b, :len(row) - 1] = row[:-1], row[1:]
+        mask[b, len(p) - 1:len(row) - 1] = True
+        if logps: sampled[b, len(p) - 1:len(row) - 1] = torch.tensor(logps[b])
+    batch = SimpleNamespace(input_ids=ids, labels=labels, mask=mask, rollout_log_probs=sampled if logps else None)
+    for name, tensor in vars(batch).items():
+        if tensor is not None: setattr(batch, name, tensor.to(device))
+    return batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Log-probs: no padding is computed on a GPU, and the logits [tokens, vocabulary] never exist whole.
+
+LOGITS_PER_CHUNK = 2**28      # tokens x vocabulary of one chunk: 1 GiB of float32
+
+
+def upcast(x):
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def response_features(model, input_ids, mask, packed):
+    """-> (x [M, ...] at the M positions of the mask, the function that turns x into logits)."""
+    scaled = any(getattr(model.config, k, None) for k in ("final_logit_softcapping", "logits_scaling", "logit_scale")
+                 ) if hasattr(model, "config") else True
+    if scaled or not hasattr(model, "get_output_embeddings"):          # not a plain decoder + head: take its logits as they are
+        return model(input_ids).logits[mask], lambda x: x
+    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)    # nothing after a row's last response token
+    real = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]            # [B, T]
+    if packed:
+        full = lengths[lengths > 0]
+        starts = F.pad(full.cumsum(0), (1, 0)).to(torch.int32)
+        x = model.base_model(input_ids=input_ids[real][None], position_ids=real.nonzero()[:, 1][None], use_cache=False,
+                             cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=mask.shape[1],
+                             max_length_k=mask.shape[1]).last_hidden_state[0][mask[real]]
+    else:
+        width = int(lengths.max())
+        x = model.base_model(input_ids=input_ids[:, :width], use_cache=False).last_hidden_state[mask[:, :width]]
+    return x, model.get_output_embeddings()
+
+
+def chunk_stats(head, x, labels, temperature, ref_head=None, ref_x=None):
+    """-> log-prob of each label, entropy; with a reference also its log-probs and the exact KL over the whole vocabulary."""
+    logits = upcast(head(x)) / temperature                             # [chunk, V]
+    norm = logits.logsumexp(-1)
+    logp = logits.gather(-1, labels[:, None])[:, 0] - norm
+    with torch.no_grad():
+        entropy = norm - (logits.softmax(-1) * logits).sum(-1)
+    if ref_x is None:
+        return logp, entropy
+    ref = (upcast(ref_head(ref_x)) / temperature).log_softmax(-1)
+    policy = logits - norm[:, None]
+    return logp, entropy, ref.gather(-1, labels[:, None])[:, 0], (policy.exp() * (policy - ref)).sum(-1)
+
+
+def token_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None, packed=None):
+    """-> (log-probs, entropy), with a ref_model (log-probs, entropy, its log-probs, exact KL): each [B, T] float32, 0 outside
+    the mask."""
+    if packed is None:
+        packed = input_ids.is_cuda and getattr(getattr(model, "config", None), "_attn_implementation", "") == "packed"
+    zeros = torch.zeros(labels.shape, device=labels.device)
+    if not mask.any():
+        return (zeros,) * (2 if ref_model is None else 4)
+    x, head = response_features(model, input_ids, mask, packed)
+    ref_x = ref_head = None
+    if ref_model is not None:
+        with torch.no_grad(), adapters_off(ref_model, model):
+            ref_x, ref_head = response_features(ref_model, input_ids, mask, packed)
+    targets = labels[mask]
+    size = max(1, LOGITS_PER_CHUNK // (head.weight.shape[0] if hasattr(head, "weight") else x.shape[-1]))
+    pieces = []
+    for i in range(0, len(targets), size):
+        args = head, x[i:i + size], targets[i:i + size], temperature, ref_head, None if ref_x is None else ref_x[i:i + size]
+        recompute = torch.is_grad_enabled() and len(targets) > size    # in the backward, instead of keeping the logits
+        pieces.append(checkpoint(chunk_stats, *args, use_reentrant=False) if recompute else chunk_stats(*args))
+    where = mask.nonzero(as_tuple=True)
+    return tuple(zeros.to(p.dtype).index_put(where, p) for p in (torch.cat(p) for p in zip(*pieces)))
+
+
+def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temperature=1.0, packed=None):
+    """log pi(labels[b, t] | input_ids[b, :t+1]) -> [B, T] float32. Labels are already shifted; rows are padded on the right.
+    With a response_mask only its positions are computed, the others are 0. Negative labels count as masked."""
+    mask = labels >= 0 if response_mask is None else response_mask.bool() & (labels >= 0)
+    return token_stats(model, input_ids, labels, mask, temperature, packed=packed)[0]
+
+
+def adapters_off(ref_model, policy):
+    """With LoRA the reference is the policy itself, its adapters switched off: no second copy."""
+    @contextlib.contextmanager
+    def off():
+        policy.disable_adapters()
+        try: yield
+        finally: policy.enable_adapters()
+    return off() if ref_model is policy else contextlib.nullcontext()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Advantages, KL, loss.
+
+def compute_group_normalized_advantages(rollout_responses, repeated_ground_truths, reward_fn, group_size, advantage_eps,
+                                        normalize_by_std):
+    """-> (advantages [N], raw rewards [N], metadata). Responses of one prompt stand together, group_size of them."""
+    if group_size < 2 or len(rollout_responses) % group_size:
+        raise UserError(f"group_size must be at least 2 and divide the {len(rollout_responses)} responses, got {group_size}: "
+                        "an advantage is a comparison within a group")
+    rewards = torch.tensor([checked_reward(reward_fn, r, t) for r, t in zip(rollout_responses, repeated_ground_truths)])
+    groups = rewards.view(-1, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if normalize_by_std:
+        advantages = advantages / (groups.std(1, keepdim=True) + advantage_eps)
+    same = groups.amax(1) == groups.amin(1)          # exact zeros: rounding noise over a tiny std would be a full advantage
+    advantages = torch.where(same[:, None], 0.0, advantages)
+    return advantages.flatten(), rewards, {
+        "mean": rewards.mean().item(), "std": rewards.std().item(), "max": rewards.max().item(), "min": rewards.min().item(),
+        "frac_groups_zero_std": same.float().mean().item()}
+
+
+def checked_reward(reward_fn, response, ground_truth):
+    reward = reward_fn(response, ground_truth)
+    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)) or not math.isfinite(reward):
+        raise UserError(f"reward_fn returned {reward!r}, not a finite number, for the response {response[:200]!r}")
+    return float(reward)
+
+
+def masked_mean(tensor, mask):
+    """Mean over rows of each row's masked mean. A row without response tokens is not counted; no rows at all give 0."""
+    mask = mask.bool()
+    counts = mask.sum(-1)
+    rows = torch.where(mask, tensor, 0).sum(-1) / counts.clamp(min=1)
+    return rows.sum() / (counts > 0).sum().clamp(min=1)
+
+
+def masked_mean_drgrpo(tensor, mask, num_tokens):
+    """Mean over rows of masked sum / num_tokens: a constant length, so that long responses are not favoured or punished."""
+    mask = mask.bool()
+    return torch.where(mask, tensor, 0).sum() / num_tokens / mask.any(-1).sum().clamp(min=1)
+
+
+def loss_divisor(mask, loss_type, max_completion_length):
+    """What the summed loss of an optimizer step is divided by: rows, rows x length, or tokens of the whole step."""
+    rows = int(mask.any(-1).sum())
+    return {"grpo": rows, "dr_grpo": rows * max_completion_length, "dapo": int(mask.sum())}[loss_type]
+
+
+LIMIT = 20.0          # log-ratios are clamped here before exp: e^20 is 5e8
+WEIGHT_CAP = 10.0     # the largest importance weight of a KL term
+ESTIMATORS = ("k1", "k2", "k3", "exact")
+
+
+def kl_value_and_slope(log_ratio, estimator, weighted=False):
+    """For l = log pi - log ref: the estimator's value, and d value / d log pi; with `weighted`, the slope when the term is
+    multiplied by rho = pi/old. rho itself then contributes value * grad log pi (not for k2, whose weight is constant:
+    l * grad log pi is already the right direction). For k3 the two add up to l, exactly, with no e^l left in it."""
+    l = log_ratio.detach().clamp(-LIMIT, LIMIT)
+    if estimator == "k1":
+        return l, l + 1 if weighted else torch.ones_like(l)
+    if estimator == "k2":
+        return l * l / 2, l
+    if estimator == "k3":
+        return torch.expm1(-l) + l, l if weighted else -torch.expm1(-l)
+    raise UserError(f"kl_estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+
+
+def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
+    """Per token [B, T], of the sampled tokens: k1 = l, k2 = l^2/2, k3 = e^-l - 1 + l, with l = log pi - log ref."""
+    policy, ref = upcast(policy_log_probs), upcast(ref_log_probs).detach()
+    value, slope = kl_value_and_slope(policy - ref, estimator)
+    return value + slope * (policy - policy.detach())     # the gradient is set, not found: nothing overflows, nothing is cut to 0
+
+
+def require_finite(name, tensor):
+    if not torch.isfinite(tensor).all():
+        row, col = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+        raise BadNumbers(f"{name} is {tensor[row, col].item()} at row {row}, position {col}")
+
+
+def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None, kl_coef=0.0, *,
+                 response_mask=None, kl_estimator="k3", kl_importance_weight=True, clip_range_high=None,
+                 rollout_log_probs=None, mismatch_cap=2.0, exact_kl=None):
+    """PPO's clipped loss + kl_coef * KL, per token. -> (loss [B, T], metadata of plain floats).
+
+    advantages [B], [B, 1] or [B, T]. rollout_log_probs are the sampler's: where they differ from old_log_probs, each
+    token is weighted by min(old / sampler, mismatch_cap). exact_kl [B, T] is the term itself for kl_estimator="exact"."""
+    mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if response_mask is None else response_mask.bool()
+    clean = lambda x: torch.where(mask, upcast(x), 0)      # on the inputs: a NaN in a masked slot must not reach a gradient
+    policy, old = clean(policy_log_probs), clean(old_log_probs).detach()
+    require_finite("the policy's log-prob", policy), require_finite("the old policy's log-prob", old)
+    adv = upcast(advantages)[:, None] if advantages.dim() == 1 else upcast(advantages)     # [B] would broadcast along T
+    here = policy - policy.detach()                        # value 0, gradient that of log pi
+    log_ratio = (policy - old).detach().clamp(-LIMIT, LIMIT)
+    rho = log_ratio.exp()
+    ratio = rho * (1 + here)
+    low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
+    loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
+    stats = {"clip_fraction": ((adv > 0) & (rho > high)) | ((adv < 0) & (rho < low)), "approx_kl": torch.expm1(log_ratio) - log_ratio,
+             "ratio_mean": rho, "ratio_max": rho}
+
+    if kl_coef and ref_log_probs is not None:
+        ref = clean(ref_log_probs).detach()
+        require_finite("the reference's log-prob", torch.where(ref == -torch.inf, 0, ref))     # -inf is clamped and counted
+        if kl_estimator == "exact":                        # an expectation already: there is no sampled token to weight
+            term, weight = clean(exact_kl), torch.ones_like(rho)
+            require_finite("the exact KL", term)
+        else:
+            weight = rho if kl_importance_weight else torch.ones_like(rho)
+            value, slope = kl_value_and_slope(policy - ref, kl_estimator, kl_importance_weight)
+            term = weight.clamp(max=WEIGHT_CAP) * (value + slope * here)
+        loss = loss + kl_coef * term
+        stats |= kl_stats(policy.detach(), ref, weight) | {"kl_penalty_mean": term}
+    if rollout_log_probs is not None:
+        mu = clean(rollout_log_probs)
+        loss = loss * (old - mu).clamp(-LIMIT, LIMIT).exp().clamp(max=mismatch_cap)
+        stats |= {"logp_gap_mean": (old - mu).abs(), "logp_gap_max": (old - mu).abs()}
+    return torch.where(mask, loss, 0), summarize(stats, mask)
+
+
+def kl_stats(policy, ref, weight):
+    """What is logged of the KL, per token: always k3, which is never negative and has the right mean on the policy's own samples."""
+    l, k3 = policy - ref, kl_value_and_slope(policy - ref, "k3")[0]
+    return {"kl_mean": k3, "kl_max": k3, "kl_min": k3, "kl_clamped_frac": (l.abs() > LIMIT) | (weight > WEIGHT_CAP),
+            "policy_logp_mean": policy, "ref_logp_mean": ref.clamp(min=-1e4)}
+
+
+KL_KEYS = ("kl_penalty_mean", "kl_mean", "kl_max", "kl_min", "kl_clamped_frac", "policy_logp_mean", "ref_logp_mean")
+
+
+@torch.no_grad()
+def summarize(stats, mask):
+    """Masked mean (or max, min, by the name) of each [B, T] tensor, as floats, with one transfer from the device."""
+    out = dict.fromkeys(KL_KEYS, 0.0)
+    if not mask.any():
+        return out | dict.fromkeys(stats, 0.0)
+    fold = lambda name: torch.max if name.endswith("_max") else torch.min if name.endswith("_min") else torch.mean
+    return out | dict(zip(stats, torch.stack([fold(k)(v.expand(mask.shape)[mask].double()) for k, v in stats.items()]).tolist()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. The step.
+
+def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps, clip_range,
+                         loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *, old_log_probs=None,
+                         ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3", **loss_options):
+    """Forward, loss, backward of one microbatch. -> (its share of the step's loss, metadata)
+
+    `divisor` is loss_divisor() of the whole optimizer step; without it every one of the gradient_accumulation_steps
+    microbatches is taken to be as large as this one. old_log_probs=None means the rollout is used for this one update:
+    the old policy is then the policy itself. advantages_per_seq: [B], or [B, T] when KL is in the reward."""
+    mask = response_mask.bool()
+    if loss_type not in ("grpo", "dr_grpo", "dapo"):
+        raise UserError(f"loss_type must be grpo, dr_grpo or dapo, got {loss_type!r}")
+    with_kl = bool(kl_coef) and (ref_model is not None or ref_log_probs is not None)
+    exact = with_kl and kl_estimator == "exact"
+    if exact and ref_model is None:
+        raise UserError('kl_estimator="exact" needs the reference model itself, log-probs of the sampled tokens are not enough')
+    if exact:
+        logp, entropy, ref_log_probs, exact_kl = token_stats(policy, input_ids, labels, mask, temperature, ref_model)
+    else:
+        (logp, entropy), exact_kl = token_stats(policy, input_ids, labels, mask, temperature), None
+    if with_kl and ref_log_probs is None:
+        with torch.no_grad(), adapters_off(ref_model, policy):
+            ref_log_probs = token_stats(ref_model, input_ids, labels, mask, temperature)[0]
+    old = logp.detach() if old_log_probs is None else old_log_probs
+    loss, metadata = compute_loss(advantages_per_seq, logp, old, clip_range, ref_log_probs, kl_coef if with_kl else 0.0,
+                                  response_mask=mask, kl_estimator=kl_estimator, exact_kl=exact_kl, **loss_options)
+    if divisor is None:
+        divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
+    rows = mask.any(-1).sum()
+    total = masked_mean(loss, mask) * rows if loss_type == "grpo" else loss.sum()
+    total = total / max(divisor, 1)
+    if total.requires_grad:
+        total.backward()
+    tokens = int(mask.sum())
+    metadata |= {"n_tokens": tokens, "entropy": entropy.sum().item() / max(tokens, 1), "loss": total.item()}
+    if with_kl and ref_log_probs is not None:
+        metadata["response_kl"] = torch.where(mask, logp.detach() - ref_log_probs, 0).sum(1).tolist()
+    return total.detach(), metadata
+
+
+def merge_metadata(parts):
+    """Metadata of several microbatches as if they had been one."""
+    out = {}
+    for key in dict.fromkeys(k for m in parts for k in m):
+        having = [m for m in parts if key in m]            # a skipped update knows little
+        values, tokens = [m[key] for m in having], max(1, sum(m["n_tokens"] for m in having))
+        if key in ("n_tokens", "loss", "response_kl"): out[key] = sum(values, type(values[0])())
+        elif key.endswith("_max"): out[key] = max(values)
+        elif key.endswith("_min"): out[key] = min(values)
+        else: out[key] = sum(v * m["n_tokens"] for v, m in zip(values, having)) / tokens
+    return out
+
+
+def make_microbatches(lengths, least, tokens_per_microbatch):
+    """Row numbers in at least `least` groups of at most tokens_per_microbatch tokens, evenly filled: the longest first, each
+    into the group with the fewest tokens so far."""
+    count = max(1, min(len(lengths), max(least, -(-sum(lengths) // tokens_per_microbatch))))
+    while True:
+        groups = [[0, []] for _ in range(count)]
+        for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
+            group = min(groups, key=lambda g: g[0])
+            group[0] += lengths[row]
+            group[1].append(row)
+        if count == len(lengths) or max(g[0] for g in groups) <= tokens_per_microbatch:
+            return [sorted(rows) for _, rows in groups]
+        count += 1
+
+
+class Optimizer:
+    """AdamW on float32 master weights. A bf16 weight cannot take a step of 1e-6: the master does, and is rounded into it."""
+
+    def __init__(self, policy, lr, weight_decay=0.0, betas=(0.9, 0.95)):
+        self.params = [p for p in policy.parameters() if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
+        self.lr = lr
+        self.adamw = torch.optim.AdamW(self.masters, lr, betas=betas, weight_decay=weight_decay, fused=True)
+        for p, master in zip(self.params, self.masters):
+            if p is not master: p.register_post_accumulate_grad_hook(lambda p, m=master: self.move_grad(p, m))
+
+    @staticmethod
+    def move_grad(p, master):      # microbatches add up in float32
+        master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+        p.grad = None
+
+    def grad_norm(self, limit):
+        return float(torch.nn.utils.clip_grad_norm_(self.masters, limit or math.inf))
+
+    def zero_grad(self):
+        self.adamw.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def step(self, scale=1.0):
+        for group in self.adamw.param_groups: group["lr"] = self.lr * scale
+        self.adamw.step()
+        self.round_masters()
+
+    @torch.no_grad()
+    def round_masters(self):
+        pairs = [(p, m) for p, m in zip(self.params, self.masters) if p is not m]
+        if pairs: torch._foreach_copy_(*map(list, zip(*pairs)))
+
+
+def rows_of(batch, rows):
+    return {k: v[rows] for k, v in vars(batch).items() if v is not None}
+
+
+@torch.no_grad()
+def score(model, batch, groups, temperature, policy=None):
+    """Log-probs of a whole rollout batch under `model`, microbatch by microbatch -> [B, T]."""
+    out = torch.zeros(batch.labels.shape, device=batch.labels.device)
+    with adapters_off(model, policy):
+        for rows in groups:
+            out[rows] = token_stats(model, batch.input_ids[rows], batch.labels[rows], batch.mask[rows], temperature)[0]
+    return out
+
+
+def kl_to_go(policy_log_probs, ref_log_probs, mask):
+    """KL in the reward: what a token costs is the k1 of itself and of everything after it -> ([B, T] without gradient, metadata)."""
+    policy, ref = torch.where(mask, policy_log_probs, 0), torch.where(mask, ref_log_probs, 0)
+    require_finite("the reference's log-prob", torch.where(ref == -torch.inf, 0, ref))
+    k1 = compute_kl_divergence(policy, ref).detach()
+    stats = kl_stats(policy, ref, torch.ones_like(policy)) | {"kl_penalty_mean": k1}
+    return k1.flip(1).cumsum(1).flip(1), summarize(stats, mask) | {"response_kl": k1.sum(1).tolist()}
+
+
+def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_model=None, kl_coef=0.0):
+    """Every optimizer step on one rollout batch -> merged metadata. A bad update is skipped and counted, not taken."""
+    lengths = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)).amax(1).tolist()
+    everything = make_microbatches(lengths, 1, cfg.tokens_per_microbatch)
+    in_reward = cfg.kl_in == "reward" and bool(kl_coef)
+    options = dict(loss_type=cfg.loss_type, max_completion_length=cfg.max_tokens, temperature=cfg.temperature,
+                   clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap, kl_estimator=cfg.kl_estimator,
+                   kl_importance_weight=cfg.kl_importance_weight, kl_coef=0.0 if in_reward else kl_coef)
+    old = ref = None
+    if ref_model is not None and cfg.ref_offload: ref_model.to(policy.device)
+    if cfg.inner_epochs * cfg.n_minibatches > 1 or in_reward:      # else the policy's own log-probs of the one update
+        old = score(policy, batch, everything, cfg.temperature)
+    if kl_coef and cfg.kl_estimator != "exact":
+        ref = score(ref_model, batch, everything, cfg.temperature, policy)
+    extra = {}
+    if in_reward:
+        cost, extra = kl_to_go(old, ref, batch.mask)
+        advantages = advantages[:, None] - kl_coef * cost
+    if ref is not None and cfg.ref_offload and cfg.kl_estimator != "exact": ref_model.to("cpu")         # no longer needed
+
+    def accumulate(rows, tokens_per_microbatch):
+        divisor, parts = loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens), []
+        for group in make_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps, tokens_per_microbatch):
+            i = [rows[g] for g in group]
+            parts.append(grpo_microbatch_step(
+                policy, batch.input_ids[i], batch.labels[i], batch.mask[i], advantages[i], cfg.gradient_accumulation_steps,
+                cfg.clip_range, ref_model=ref_model, old_log_probs=None if old is None else old[i], divisor=divisor,
+                ref_log_probs=None if ref is None else ref[i], rollout_log_probs=batch.rollout_log_probs[i], **options)[1])
+        return merge_metadata(parts)
+
+    done = []
+    for epoch in range(cfg.inner_epochs):
+        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(len(lengths))
+        for rows in np.array_split(order, cfg.n_minibatches):
+            meta = guarded_update(accumulate, rows.tolist(), policy, optimizer, cfg, step, state, first=not done)
+            done.append(meta | extra)
+    if ref_model is not None and cfg.ref_offload: ref_model.to("cpu")
+    return merge_metadata(done)
+
+
+def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, first):
+    """One optimizer step, unless its numbers are bad."""
+    optimizer.zero_grad()
+    reason = ""
+    try:
+        try:
+            meta = accumulate(rows, cfg.tokens_per_microbatch)
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+            torch.cuda.empty_cache()
+            cfg.tokens_per_microbatch = max(1, cfg.tokens_per_microbatch // 2)
+            print(f"!!! out of GPU memory: going on with tokens_per_microbatch={cfg.tokens_per_microbatch}", flush=True)
+            meta = accumulate(rows, cfg.tokens_per_microbatch)
+        meta["grad_norm"] = optimizer.grad_norm(cfg.max_grad_norm)
+        if first and step > 0: check_gap(meta["logp_gap_mean"], policy)
+        if not math.isfinite(meta["loss"]): reason = f"the loss is {meta['loss']}"
+        elif not math.isfinite(meta["grad_norm"]): reason = f"the gradient norm is {meta['grad_norm']}"
+        elif meta["kl_mean"] > cfg.max_kl: reason = f"KL {meta['kl_mean']:.3g} is above max_kl {cfg.max_kl:g}"
+    except BadNumbers as e:
+        reason, meta = str(e), {"n_tokens": 0, "loss": math.nan, "grad_norm": math.nan}
+    if not reason:
+        if meta["grad_norm"] > 0: optimizer.step(state.lr_scale * min(1.0, step / max(1, cfg.warmup_steps)))
+        state.consecutive_skips = 0
+        return meta
+    optimizer.zero_grad()
+    state.skipped += 1
+    state.consecutive_skips += 1
+    print(f"!!! update skipped ({state.consecutive_skips} in a row): {reason}", flush=True)
+    if state.consecutive_skips >= cfg.max_consecutive_skips:
+        raise RuntimeError(f"{state.consecutive_skips} updates in a row were skipped, the last because {reason}. The weights are those "
+                           "of the last good update. Lower lr, raise kl_coef, or look for the cause (README: troubleshooting)")
+    if state.consecutive_skips % 5 == 0:
+        state.lr_scale /= 2
+        print(f"!!! learning rate halved, now {optimizer.lr * state.lr_scale:g}", flush=True)
+    return meta
+
+
+def check_gap(gap, policy):
+    """Sampler and trainer must agree on the tokens just sampled, or the weights did not arrive."""
+    limit = 2e-3 if policy.dtype == torch.float32 else 0.3
+    if gap > limit:
+        raise RuntimeError(f"the sampler's log-probs differ from the trainer's by {gap:.3g} on average (limit {limit:g}): the weights did "
+                           "not arrive in vLLM at the last sync, or the two run different models or temperatures")
+
+
+def check_reference(policy, ref_model, batch, temperature):
+    """Before the first update policy and reference are the same model: a KL that is not 0 to rounding is a mistake."""
+    rows = [list(range(min(8, len(batch.labels))))]
+    small = SimpleNamespace(**rows_of(batch, rows[0]))
+    gap = (score(policy, small, rows, temperature) - score(ref_model, small, rows, temperature, policy))[small.mask].abs().mean().item()
+    if not gap < (1e-4 if policy.dtype == torch.float32 else 0.05):
+        raise RuntimeError(f"KL is not 0 before the first update: log-probs of policy and reference differ by {gap:.3g} on average. Usual "
+                           "causes: dropout is on in one of them; another temperature; shifted labels; the reference has other weights")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Evaluation, logging, checkpoints.
+
+def evaluate_model(llm, tokenizer, problems, params, reward_fn=reward_fn, operations="+-*"):
+    """Sampled accuracy on held-out problems with the sampler's present weights. The same random numbers every time."""
+    prompts = [tokenizer.encode(prompt_text(p, tokenizer, operations)) for p in problems]
+    responses = rollout_with_vllm(llm, prompts, params, 0, "eval")
+    texts = [tokenizer.decode(ids) for ids, *_ in responses]
+    rewards = [reward_fn(t, p) for t, p in zip(texts, problems)]
+    samples = [{"prompt": tokenizer.decode(p), "response": t, "reward": r} for p, t, r in zip(prompts[:4], texts, rewards)]
+    return {"eval/accuracy": sum(r == 1.0 for r in rewards) / len(rewards), "eval/mean_reward": sum(rewards) / len(rewards),
+            "eval/avg_output_tokens": sum(len(ids) for ids, *_ in responses) / len(responses)}, samples
+
+
+class Log:
+    """metrics.jsonl, samples.jsonl and TensorBoard. A full disk costs lines of the log, not the run."""
+
+    def __init__(self, out_dir, config, start_step=-1):
+        from torch.utils.tensorboard import SummaryWriter
+        self.folder, self.warned = Path(out_dir), False
+        for name in ("metrics.jsonl", "samples.jsonl"):       # a resumed run repeats the steps after its checkpoint
+            path = self.folder / name
+            lines = [l for l in path.read_text().splitlines() if complete(l, start_step)] if path.exists() else []
+            path.write_text("".join(l + "\n" for l in lines))
+        self.tb = SummaryWriter(str(self.folder / "tb"), purge_step=start_step + 1)
+        if start_step < 0:
+            self.tb.add_text("config", "| name | value |\n|---|---|\n" + "\n".join(f"| {k} | {escape(v)} |" for k, v in config.items()), 0)
+            self.tb.add_custom_scalars({"GRPO": {
+                "reward and accuracy": ["Multiline", ["train/reward_mean", "eval/accuracy"]],
+                "KL to the reference": ["Multiline", ["kl/mean", "train/kl_penalty", "train/kl_coef"]],
+                "entropy": ["Multiline", ["train/entropy"]], "length": ["Multiline", ["train/avg_output_tokens"]]}})
+
+    def line(self, name, row):
+        try:
+            with open(self.folder / name, "a") as f: f.write(json.dumps(row) + "\n")
+        except OSError as e:
+            if not self.warned: print(f"!!! cannot write {name}: {e}. Going on without", flush=True)
+            self.warned = True
+
+    def write(self, step, metrics):
+        row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self.line("metrics.jsonl", {"step": step} | row)
+        for name, value in row.items():
+            if value is not None: self.tb.add_scalar(name, value, step)
+        self.tb.flush()
+
+
+def complete(line, last_step):
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return json.loads(line)["step"] <= last_step
+    return False
+
+
+def escape(value):
+    """Model text is data: no HTML, no terminal control characters."""
+    return html.escape("".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in str(value)))
+
+
+def log_train(log, step, n_steps, metrics, with_kl, started, first_step):
+    eta = (time.time() - started) / max(1, step - first_step) * (n_steps - step)
+    m = metrics
+    print(f"Step {step} | Loss: {m['train/loss']:.4f} | Grad norm: {m['train/grad_norm']:.4f} | Reward mean: {m['train/reward_mean']:.3f}"
+          + f" | Answered: {m['train/answer_frac']:.2f} | Entropy: {m['train/entropy']:.3f} | Tokens: {m['train/avg_output_tokens']:.1f}"
+          + f" | {m['perf/tokens_per_s']:.0f} tok/s | rollout {m['time/rollout']:.2f} train {m['time/train']:.2f} sync {m['time/sync']:.2f} s"
+          + f" | ETA {eta / 60:.1f} min" + (f" | KL penalty: {m['train/kl_penalty']:.4f}" if with_kl else ""), flush=True)
+
+
+def log_eval(log, step, metrics, samples):
+    print(f"Step {step} | Held-out accuracy: {metrics['eval/accuracy']:.1%} | Mean reward: {metrics['eval/mean_reward']:.3f}", flush=True)
+    for s in samples: log.line("samples.jsonl", {"step": step} | s)
+    log.tb.add_text("samples", "\n\n".join(f"<pre>{escape(s['prompt'])}\n--> {escape(s['response'])}\nreward {s['reward']}</pre>"
+                                           for s in samples), step)
+
+
+def write_folder(final, fill):
+    """Fill a temporary folder, flush it to disk, rename it: `final` is whole or not there."""
+    tmp, old = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
+    for leftover in (tmp, old): shutil.rmtree(leftover, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    fill(tmp)
+    for path in (*tmp.rglob("*"), tmp):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd), os.close(fd)
+    if final.exists(): final.rename(old)
+    tmp.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def crc(path):
+    value = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24): value = zlib.crc32(block, value)
+    return value
+
+
+def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
+    folder = Path(out_dir) / "checkpoint"
+    data = {"masters": [m.detach() for m in optimizer.masters], "adamw": optimizer.adamw.state_dict(), "state": vars(state),
+            "rng": torch.get_rng_state(), "ref": ref_model.state_dict() if ref_model is not None else None}
+
+    def fill(tmp):
+        torch.save(data, tmp / "state.pt")
+        (tmp / "meta.json").write_text(json.dumps({"step": state.step, "crc32": crc(tmp / "state.pt")}))
+    try:
+        write_folder(folder / f"step_{state.step:08d}", fill)
+    except (OSError, RuntimeError) as e:        # torch reports a full disk as RuntimeError
+        print(f"!!! checkpoint of step {state.step} not written ({e}); the last good one is untouched. Going on", flush=True)
+        return
+    for old in sorted(folder.glob("step_????????"))[:-keep]: shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(out_dir, device):
+    """The newest checkpoint that is whole, or None. Tensors and plain values only: nothing in it can run code."""
+    for folder in sorted((Path(out_dir) / "checkpoint").glob("step_????????"), reverse=True):
+        try:
+            meta = json.loads((folder / "meta.json").read_text())
+            if crc(folder / "state.pt") != meta["crc32"]: raise ValueError("its checksum is wrong")
+            return torch.load(folder / "state.pt", map_location=device, weights_only=True)
+        except Exception as e:      # whatever is wrong with it, the one before may be good
+            print(f"!!! checkpoint {folder} cannot be used ({type(e).__name__}: {str(e)[:100]}); trying the one before", flush=True)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Training: prompts -> responses -> rewards -> advantages -> loss -> weights -> sampler.
+
+def adapt_kl_coef(coef, kl, cfg):
+    """Keep KL near target_kl. "threshold": a factor when it is far off; "proportional": Ziegler et al. 2019, small steps."""
+    if not math.isfinite(kl): return coef
+    if cfg.kl_adaptive_rule == "threshold":
+        coef *= 1.5 if kl > 1.5 * cfg.target_kl else 0.75 if kl < 0.5 * cfg.target_kl else 1.0
+    else:
+        coef *= 1 + 0.1 * min(0.2, max(-0.2, kl / cfg.target_kl - 1))
+    return min(KL_COEF_BOUNDS[1], max(KL_COEF_BOUNDS[0], coef))
+
+
+KL_COEF_BOUNDS = (1e-5, 10.0)
+
+
+def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpoint=None):
+    """GRPO from the given weights, or from a checkpoint of load_checkpoint(). -> metrics of the last evaluation"""
+    optimizer = Optimizer(policy, cfg.lr, cfg.weight_decay)
+    state = SimpleNamespace(step=0, kl_coef=kl_coef, lr_scale=1.0, skipped=0, consecutive_skips=0, kl_smooth=math.nan)
+    if checkpoint is not None:
+        restore(checkpoint, policy, optimizer, state, ref_model)
+        load_policy_into_vllm_instance(policy, llm)
+    size = dict(n_numbers=cfg.n_numbers, max_number=cfg.max_number, operations=cfg.operations)
+    held_out = held_out_problems(cfg.n_eval, **size)
+    params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, cfg.group_size, tokenizer.stop_ids)
+    evaluate = lambda: evaluate_model(llm, tokenizer, held_out, params | {"n": 1}, operations=cfg.operations)
+    n_prompts, cuda = cfg.rollout_batch_size // cfg.group_size, policy.device.type == "cuda"
+    interrupted, result = catch_signals(), {}
+    if state.step == 0:
+        result, samples = evaluate()
+        log_eval(log, 0, result, samples)
+        log.write(0, result)
+    started, first_step = time.time(), state.step
+
+    def clock():
+        if cuda: torch.cuda.synchronize()
+        return time.time()
+
+    while state.step < cfg.n_grpo_steps and not interrupted:
+        step = state.step = state.step + 1
+        t0 = clock()
+        problems = [make_problem(cfg.seed, WARM_START_PROBLEMS + step * n_prompts + i, "train", **size) for i in range(n_prompts)]
+        prompts = [tokenizer.encode(prompt_text(p, tokenizer, cfg.operations)) for p in problems]
+        responses = rollout_with_vllm(llm, prompts, params, cfg.seed, step)
+        repeated = [p for p in problems for _ in range(cfg.group_size)]
+        texts = [tokenizer.decode(ids) for ids, *_ in responses]
+        advantages, rewards, reward_meta = compute_group_normalized_advantages(
+            texts, repeated, reward_fn, cfg.group_size, cfg.advantage_eps, cfg.use_std_normalization)
+        batch = make_batch([p for p in prompts for _ in range(cfg.group_size)], [r[0] for r in responses],
+                           [r[1] for r in responses], policy.device)
+        t1 = clock()
+        if cfg.vllm_sleep and cuda: llm.sleep(level=2)
+        if step == 1 and ref_model is not None: check_reference(policy, ref_model, batch, cfg.temperature)
+        coef = state.kl_coef * (min(1.0, (step - 1) / cfg.kl_warmup_steps) if cfg.kl_warmup_steps else 1.0)
+        meta = update_policy(policy, optimizer, batch, advantages.to(policy.device), cfg, step, state, ref_model, coef)
+        t2 = clock()
+        if cfg.vllm_sleep and cuda: llm.wake_up(tags=["weights"])
+        load_policy_into_vllm_instance(policy, llm)
+        if cfg.vllm_sleep and cuda: llm.wake_up(tags=["kv_cache"])
+        t3 = clock()
+
+        tokens = sum(len(ids) for ids, *_ in responses)
+        metrics = {
+            "train/reward_mean": reward_meta["mean"], "train/reward_std": reward_meta["std"],
+            "train/frac_groups_zero_std": reward_meta["frac_groups_zero_std"],
+            "train/answer_frac": sum(extract_answer(t) is not None for t in texts) / len(texts),
+            "train/truncated_frac": sum(not finished for *_, finished in responses) / len(responses),
+            "train/avg_output_tokens": tokens / len(responses), "train/skipped_steps": state.skipped,
+            "train/loss": meta["loss"], "train/grad_norm": meta["grad_norm"], "train/entropy": meta.get("entropy", math.nan),
+            "train/clip_fraction": meta.get("clip_fraction", math.nan), "train/approx_kl": meta.get("approx_kl", math.nan),
+            "train/ratio_max": meta.get("ratio_max", math.nan), "train/lr": optimizer.adamw.param_groups[0]["lr"],
+            "train/kl_penalty": meta.get("kl_penalty_mean", math.nan), "train/kl_coef": coef,
+            "kl/mean": meta.get("kl_mean", math.nan), "kl/max": meta.get("kl_max", math.nan), "kl/min": meta.get("kl_min", math.nan),
+            "kl/clamped_frac": meta.get("kl_clamped_frac", math.nan), "kl/policy_logp_mean": meta.get("policy_logp_mean", math.nan),
+            "kl/ref_logp_mean": meta.get("ref_logp_mean", math.nan),
+            "rollout/logp_gap_mean": meta.get("logp_gap_mean", math.nan), "rollout/logp_gap_max": meta.get("logp_gap_max", math.nan),
+            "time/rollout": t1 - t0, "time/train": t2 - t1, "time/sync": t3 - t2, "time/step": t3 - t0,
+            "perf/tokens_per_s": tokens / (t3 - t0)}
+        if "response_kl" in meta:
+            log.tb.add_histogram("kl/per_response", np.array(meta["response_kl"]), step)
+            if cfg.kl_in == "reward":
+                metrics["train/penalised_reward"] = reward_meta["mean"] - coef * float(np.mean(meta["response_kl"]))
+        follow_kl(metrics, state, cfg, ref_model is not None)
+        log_train(log, step, cfg.n_grpo_steps, metrics, ref_model is not None, started, first_step)
+        if ref_model is not None and cfg.ref_update_every and step % cfg.ref_update_every == 0:
+            ref_model.load_state_dict(policy.state_dict())
+        if step % cfg.eval_every == 0 or step == cfg.n_grpo_steps:
+            result, samples = evaluate()
+            log_eval(log, step, result, samples)
+            metrics |= result
+        log.write(step, metrics)
+        if interrupted or step == cfg.n_grpo_steps or (cfg.save_every and step % cfg.save_every == 0):
+            save_checkpoint(cfg.out_dir, optimizer, state, ref_model if cfg.ref_update_every else None, cfg.keep)
+    return result, state.step
+
+
+def follow_kl(metrics, state, cfg, with_kl):
+    """Adapt the coefficient, and warn once about what people should look at."""
+    kl = metrics["kl/mean"]
+    if with_kl and cfg.kl_adaptive and cfg.target_kl:
+        state.kl_smooth = kl if not math.isfinite(state.kl_smooth) else 0.7 * state.kl_smooth + 0.3 * kl if math.isfinite(kl) else state.kl_smooth
+        state.kl_coef = adapt_kl_coef(state.kl_coef, state.kl_smooth, cfg)
+    if with_kl and kl > 0.2: warn_once(f"KL {kl:.3f} per token is above 0.2: the policy is far from the reference (KL.md: warning signs)")
+    if metrics["train/frac_groups_zero_std"] == 1: warn_once("every group has equal rewards: there is nothing to learn from (README: no learning)")
+    if metrics["train/truncated_frac"] > 0.5: warn_once("more than half of the responses are cut off at max_tokens: raise it")
+
+
+def warn_once(text, said=set()):
+    kind = text.split(":")[-1]
+    if kind not in said: print(f"!!! {text}", flush=True)
+    said.add(kind)
+
+
+def catch_signals():
+    """Ctrl-C or SIGTERM: finish the step, save, stop. Twice: stop at once."""
+    got = []
+
+    def handler(number, frame):
+        if got: raise KeyboardInterrupt
+        got.append(number)
+        print("\nstopping after this step, with a checkpoint (again: at once, without)", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError): signal.signal(number, handler)      # only the main thread may
+    return got
+
+
+@torch.no_grad()
+def restore(checkpoint, policy, optimizer, state, ref_model):
+    for master, saved in zip(optimizer.masters, checkpoint["masters"], strict=True): master.copy_(saved)
+    optimizer.round_masters()
+    optimizer.adamw.load_state_dict(checkpoint["adamw"])
+    vars(state).update(checkpoint["state"])
+    torch.set_rng_state(checkpoint["rng"].cpu())
+    if checkpoint["ref"] is not None and ref_model is not None: ref_model.load_state_dict(checkpoint["ref"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9. main: every hyperparameter, then the wiring.
+
+WARM_START_PROBLEMS = 10_000_000      # GRPO's problems begin at this index: the warm start's are before it
+
+
+def parse_arguments(argv):
+    """["--lr=1e-5", ...] -> {"lr": "1e-5", ...}"""
+    given = {}
+    for arg in argv:
+        name, equals, value = arg.lstrip("-").partition("=")
+        if not arg.startswith("--") or not equals:
+            raise UserError(f"cannot read {arg!r}: hyperparameters are given as --name=value, for example --lr=1e-5; "
+                            "their names and defaults are in main() of starter.py")
+        given[name] = value
+    return given
+
+
+def override(cfg, given):
+    for name, text in given.items():
+        if not hasattr(cfg, name):
+            near = difflib.get_close_matches(name, vars(cfg), 1, 0.0)[0]
+            raise UserError(f"there is no hyperparameter {name!r}: did you mean {near!r}?")
+        kind = type(getattr(cfg, name))
+        try:
+            value = {"true": True, "1": True, "false": False, "0": False}[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            raise UserError(f"--{name}={text}: expected {dict(bool='True or False', int='a whole number').get(kind.__name__, 'a number')}") from None
+        setattr(cfg, name, value)
+
+
+def check_config(cfg):
+    """Impossible settings are one clear line now, not a strange failure later."""
+    def need(ok, text):
+        if not ok: raise UserError(text)
+    for name, value in vars(cfg).items():
+        if isinstance(value, float): need(math.isfinite(value), f"{name} must be a finite number, got {value}")
+    for name in ("n_grpo_steps", "eval_every", "n_eval", "keep", "rollout_batch_size", "max_tokens", "max_prompt_tokens", "inner_epochs",
+                 "n_minibatches", "gradient_accumulation_steps", "tokens_per_microbatch", "max_consecutive_skips", "max_number"):
+        need(getattr(cfg, name) >= 1, f"{name} must be at least 1, got {getattr(cfg, name)}")
+    for name in ("save_every", "warm_start_steps", "lora_rank", "warmup_steps", "weight_decay", "min_tokens", "max_grad_norm",
+                 "clip_range_high", "kl_coef", "kl_warmup_steps", "ref_update_every", "advantage_eps", "seed"):
+        need(getattr(cfg, name) >= 0, f"{name} must not be negative, got {getattr(cfg, name)}")
+    for name in ("lr", "temperature", "target_kl", "max_kl", "mismatch_cap"):
+        need(getattr(cfg, name) > 0, f"{name} must be above 0, got {getattr(cfg, name)}")
+    for name, choices in (("loss_type", ("grpo", "dr_grpo", "dapo")), ("kl_estimator", ESTIMATORS), ("kl_in", ("loss", "reward")),
+                          ("kl_adaptive_rule", ("threshold", "proportional"))):
+        need(getattr(cfg, name) in choices, f"{name} must be one of {', '.join(choices)}, got {getattr(cfg, name)!r}")
+    need(cfg.group_size >= 2, f"group_size must be at least 2, got {cfg.group_size}: an advantage is a comparison within a group")
+    need(cfg.rollout_batch_size % cfg.group_size == 0, f"rollout_batch_size ({cfg.rollout_batch_size}) must be a multiple of group_size "
+         f"({cfg.group_size}): it counts responses, not prompts")
+    need(cfg.n_minibatches <= cfg.rollout_batch_size, "n_minibatches is larger than rollout_batch_size")
+    need(0 < cfg.clip_range < 1, f"clip_range must be between 0 and 1, got {cfg.clip_range}")
+    need(0 < cfg.gpu_mem_util < 1, f"gpu_mem_util must be between 0 and 1, got {cfg.gpu_mem_util}")
+    need(cfg.min_tokens < cfg.max_tokens, f"min_tokens ({cfg.min_tokens}) must be below max_tokens ({cfg.max_tokens})")
+    need(2 <= cfg.n_numbers <= 8, f"n_numbers must be between 2 and 8, got {cfg.n_numbers}")
+    need(cfg.operations and set(cfg.operations) <= set("+-*/"), f"operations must be some of + - * /, got {cfg.operations!r}")
+    need(cfg.device == "cpu" or cfg.device.startswith("cuda"), f"device must be cpu or cuda, got {cfg.device!r}")
+    need(cfg.device == "cpu" or torch.cuda.is_available(), f"device={cfg.device}, but torch sees no CUDA GPU here: use --device=cpu")
+    need(cfg.device != "cpu" or not cfg.vllm_sleep, "vllm_sleep needs a GPU: it gives GPU memory back while training")
+    if cfg.use_kl_penalty:
+        need(cfg.kl_in == "loss" or cfg.kl_estimator == "k1", f'kl_in="reward" works with k1 alone (KL.md): add '
+             f"--kl_estimator=k1 (it is {cfg.kl_estimator!r})")
+        need(not (cfg.kl_adaptive and not cfg.kl_coef), "kl_adaptive needs a kl_coef above 0 to start from")
+        need(not (cfg.ref_update_every and cfg.lora_rank), "ref_update_every cannot be used with lora_rank: there the reference is the "
+             "model without its adapters")
+    else:
+        for name in ("kl_adaptive", "kl_warmup_steps", "ref_update_every", "ref_offload"):
+            need(not getattr(cfg, name), f"{name} is set, but the KL penalty is off: add --use_kl_penalty=True")
+    if cfg.use_kl_penalty and cfg.kl_in == "loss" and cfg.kl_estimator == "k1" and not cfg.kl_importance_weight:
+        print("!!! unweighted k1 in the loss has an expected gradient of zero: it only adds noise (KL.md). Use k3", flush=True)
+
+
+RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "tb", "model")
+MAY_DIFFER = ("resume", "overwrite", "out_dir", "keep", "save_every")      # on resume, without a word
+MUST_MATCH = ("model_id", "seed", "lora_rank", "n_numbers", "max_number", "operations", "warm_start_steps")
+
+
+def prepare_out_dir(cfg):
+    """-> the checkpoint to go on from, or None for a new run. Files of a finished run are moved aside, never deleted."""
+    out = Path(cfg.out_dir)
+    parent = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write to out_dir {cfg.out_dir!r}: choose another with --out_dir=...")
+    if out.exists() and not (out / "config.json").exists() and {p.name for p in out.iterdir()} - {"warm_start", "warm_start.tmp"}:
+        raise UserError(f"out_dir {cfg.out_dir!r} holds files of something else: choose another with --out_dir=...")
+    steps = sorted((out / "checkpoint").glob("step_????????"))
+    if cfg.resume and not steps:
+        raise UserError(f"--resume=True, but there is no checkpoint in {cfg.out_dir!r}")
+    if steps and not cfg.overwrite:
+        try: before = json.loads((out / "config.json").read_text())
+        except (OSError, ValueError): raise UserError(f"{out}/config.json cannot be read: choose another --out_dir, or --overwrite=True") from None
+        changed = {k: f"{before.get(k)} -> {v}" for k, v in vars(cfg).items() if before.get(k) != v and k not in MAY_DIFFER}
+        unfinished = int(steps[-1].name[5:]) < before["n_grpo_steps"]
+        if fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH if k in changed and (cfg.resume or unfinished)]:
+            raise UserError(f"{cfg.out_dir!r} holds another run ({', '.join(fixed)}): choose another with --out_dir=..., or --overwrite=True")
+        if unfinished and changed and not cfg.resume:
+            raise UserError(f"{cfg.out_dir!r} holds an unfinished run with other settings ({', '.join(f'{k}: {v}' for k, v in changed.items())}): "
+                            "--resume=True goes on with the new ones, --overwrite=True starts anew, --out_dir=... keeps both")
+        if unfinished or cfg.resume:
+            for name, change in changed.items(): print(f"changed on resume: {name}: {change}")
+            if (saved := load_checkpoint(out, cfg.device)) is None:
+                raise UserError(f"no checkpoint in {cfg.out_dir!r} can be read: --overwrite=True starts anew")
+            print(f"resuming the run in {out} after step {saved['state']['step']}", flush=True)
+            return saved
+    if (out / "config.json").exists():
+        aside = next(p for i in range(1, 10**6) if not (p := out / f"previous-{i}").exists())
+        aside.mkdir()
+        for name in RUN_FILES:
+            if (out / name).exists(): (out / name).rename(aside / name)
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)
+        print(f"the run that was in {out} is now in {aside}", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    return None
+
+
+def check_prompts(cfg, tokenizer, policy):
+    """Before anything is started: do prompts and responses fit?"""
+    size = dict(n_numbers=cfg.n_numbers, max_number=cfg.max_number, operations=cfg.operations)
+    longest = max(len(tokenizer.encode(prompt_text(make_problem(0, i, **size), tokenizer, cfg.operations))) for i in range(200))
+    if longest > cfg.max_prompt_tokens:
+        raise UserError(f"a prompt has {longest} tokens, max_prompt_tokens is {cfg.max_prompt_tokens}: raise it")
+    context = getattr(policy.config, "max_position_embeddings", None) or 10**9
+    if cfg.max_prompt_tokens + cfg.max_tokens > context:
+        raise UserError(f"max_prompt_tokens + max_tokens = {cfg.max_prompt_tokens + cfg.max_tokens} is longer than the model's context of {context}")
+
+
+def load_warm_start(policy, tokenizer, cfg):
+    """Warm-start the tiny model, or take the weights an earlier run with the same settings kept."""
+    folder = Path(cfg.out_dir) / "warm_start"
+    key = {k: getattr(cfg, k) for k in MUST_MATCH} | {"config": policy.config.to_dict()}
+    key = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    if (folder / "key").exists() and (folder / "key").read_text() == key:
+        print(f"warm start taken from {folder}", flush=True)
+        weights = AutoModelForCausalLM.from_pretrained(folder, dtype=policy.dtype).state_dict()
+        policy.load_state_dict(weights, strict=not cfg.lora_rank)
+        return
+    print("warm start: teaching the tiny model solved problems (kept for the next run)", flush=True)
+    size = dict(n_numbers=cfg.n_numbers, max_number=cfg.max_number, operations=cfg.operations)
+
+    def examples(step, batch=128):
+        problems = [make_problem(cfg.seed, step * batch + i, "train", **size) for i in range(batch)]
+        return [(prompt_text(p, tokenizer), solved_example(p, cfg.operations == "+-" and i < 0.4 * batch)) for i, p in enumerate(problems)]
+    warm_start(policy, tokenizer, examples, cfg.warm_start_steps)
+
+    def fill(tmp):
+        save_model(policy, tokenizer, tmp)
+        (tmp / "key").write_text(key)
+    write_folder(folder, fill)
+
+
+def save_model(policy, tokenizer, folder):
+    policy.save_pretrained(folder)
+    tokenizer.save(folder)
+
+
+def report(cfg, step, log):
+    rows = [json.loads(l) for l in (log.folder / "metrics.jsonl").read_text().splitlines()]
+    scores = [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
+    out = log.folder
+    log.tb.close()
+    if step < cfg.n_grpo_steps:
+        print(f"\nStopped after step {step} of {cfg.n_grpo_steps}. The same command goes on from there.")
+    elif scores:
+        print(f"\nDone: held-out accuracy {scores[0][1]:.1%} -> {scores[-1][1]:.1%} in {step} steps.")
+    print(f"  model    {out}/model   (transformers: AutoModelForCausalLM.from_pretrained({str(out / 'model')!r}))\n"
+          f"  curves   tensorboard --logdir {out}/tb   (or: make tensorboard), numbers in {out}/metrics.jsonl\n"
+          f"  samples  {out}/samples.jsonl, and the Text tab of TensorBoard", flush=True)
+
+
+def main(argv=None):
+    given = parse_arguments(sys.argv[1:] if argv is None else argv)
+    cuda = torch.cuda.is_available()
+    model_id = given.get("model_id", "Qwen/Qwen3-1.7B" if cuda else "tiny")
+    tiny = model_id == "tiny"
+    # ------------------------------------------------------------------------------------------------- hyperparameters
+    cfg = SimpleNamespace(
+        # model
+        model_id=model_id,                  # "tiny", a local folder, or a hub name
+        device="cuda" if cuda else "cpu",
+        lora_rank=0,                        # > 0: train adapters of this rank instead of all weights
+        gradient_checkpointing=not tiny,    # a third more compute for a fraction of the activation memory
+        compile=cuda and not tiny,          # torch.compile the decoder layers (a minute at the start)
+        # run
+        seed=42,
+        out_dir="out",
+        n_grpo_steps=150 if tiny else 200,
+        eval_every=50 if tiny else 20,
+        n_eval=500 if tiny else 200,        # held-out problems
+        save_every=25 if tiny else 50,      # checkpoint every so many steps; 0: only at the end and on Ctrl-C
+        keep=2,                             # checkpoints kept
+        resume=False,                       # True: go on from the checkpoint even if hyperparameters changed
+        overwrite=False,                    # True: start anew where out_dir holds another, unfinished run
+        # task: Countdown
+        n_numbers=3,
+        max_number=20 if tiny else 50,
+        operations="+-" if tiny else "+-*/",
+        warm_start_steps=200,               # supervised steps on solved problems; the tiny model only
+        # rollout
+        use_vllm=True,                      # False: the torch sampler
+        rollout_batch_size=256 if tiny else 128,     # responses per step
+        group_size=8,                       # responses per prompt
+        temperature=1.0,
+        min_tokens=0,
+        max_tokens=32 if tiny else 512,     # longest response
+        max_prompt_tokens=32 if tiny else 256,
+        gpu_mem_util=0.4,                   # vLLM's share of the GPU's memory
+        vllm_sleep=False,                   # give that memory back while training
+        enforce_eager=False,                # True: vLLM starts faster and generates slower (always so on a CPU)
+        # step
+        lr=1e-4 if tiny else 1e-6,
+        warmup_steps=10,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        inner_epochs=1,                     # passes over each rollout batch
+        n_minibatches=1,                    # optimizer steps per pass
+        gradient_accumulation_steps=1,      # at least so many microbatches per optimizer step ...
+        tokens_per_microbatch=16384,        # ... and none with more tokens than this
+        clip_range=0.2,
+        clip_range_high=0.0,                # another upper bound (DAPO: 0.28); 0: the same as clip_range
+        mismatch_cap=2.0,                   # largest weight old/sampler of a token
+        loss_type="grpo",                   # "grpo": mean per response; "dr_grpo": sum / max_tokens; "dapo": mean per token
+        use_std_normalization=True,         # divide advantages by the group's standard deviation
+        advantage_eps=1e-6,
+        # KL penalty towards the starting model: KL.md
+        use_kl_penalty=False,
+        kl_coef=0.01,
+        kl_estimator="k3",                  # "k1", "k2", "k3", "exact"
+        kl_importance_weight=True,          # False: each formula to the letter
+        kl_in="loss",                       # or "reward": k1, as reward-to-go
+        kl_adaptive=False,                  # move kl_coef so that KL stays near target_kl
+        kl_adaptive_rule="threshold",       # or "proportional"
+        target_kl=0.05,                     # per token
+        kl_warmup_steps=0,                  # the coefficient grows from 0 over so many steps
+        ref_update_every=0,                 # > 0: the reference becomes the policy every so many steps
+        ref_offload=False,                  # keep the reference in host memory between uses
+        max_kl=10.0,                        # an update with a larger mean KL is skipped
+        max_consecutive_skips=5,            # so many skipped updates in a row stop the run
+    )
+    # ----------------------------------------------------------------------------------------------------------------
+    override(cfg, given)
+    check_config(cfg)
+    out, saved = Path(cfg.out_dir), prepare_out_dir(cfg)
+    policy, tokenizer = init_policy(cfg.model_id, cfg.device, seed=cfg.seed, lora_rank=cfg.lora_rank,
+                                    gradient_checkpointing=cfg.gradient_checkpointing)
+    print(f"{cfg.model_id}: {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters, {policy.dtype} on {cfg.device} | "
+          f"{cfg.rollout_batch_size // cfg.group_size} prompts x {cfg.group_size} responses a step", flush=True)
+    check_prompts(cfg, tokenizer, policy)
+    (out / "config.json").write_text(json.dumps(vars(cfg), indent=1))
+    if tiny: load_warm_start(policy, tokenizer, cfg)
+    ref_model = None
+    if cfg.use_kl_penalty and cfg.kl_coef:
+        ref_model = policy if cfg.lora_rank else copy.deepcopy(policy).eval().requires_grad_(False)
+        if cfg.ref_offload: ref_model.to("cpu")
+    if cfg.compile:
+        for model in {id(m): m for m in (policy, ref_model) if m is not None}.values(): compile_layers(model)
+    print("starting the sampler ...", flush=True)
+    llm = TorchSampler(policy)
+    if cfg.use_vllm:
+        llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, max(cfg.rollout_batch_size, 64), cfg.gpu_mem_util,
+                        cfg.enforce_eager, cfg.vllm_sleep)
+    log = Log(out, vars(cfg), saved["state"]["step"] if saved else -1)
+    result, step = train(policy, llm, tokenizer, cfg, log, ref_model, cfg.kl_coef, saved)
+    write_folder(out / "model", lambda folder: save_model(policy, tokenizer, folder))
+    report(cfg, step, log)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 10. Quick self-tests: run before every training, in about a second. The full suite is test_starter.py.
+
+def test_functions():
+    print("=== Running Quick Tests ===")
+    tests = [test_kl_divergence, test_masked_means, test_loss, test_loss_with_kl, test_kl_gradients, test_runaway, test_advantages,
+             test_reward, test_microbatches, test_exact_kl]
+    for number, test in enumerate(tests, 1):
+        print(f"✅ {number}. {test()}")
+    print("=== All Tests Passed! ===", flush=True)
+
+
+def close(a, b, tolerance=1e-6):
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    if a.shape != b.shape or not torch.allclose(a, b, atol=tolerance, rtol=tolerance):
+        raise AssertionError(f"self-test failed: got {a.tolist()}, expected {b.tolist()}")
+
+
+def test_kl_divergence():
+    p, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    close(compute_kl_divergence(p, ref), [[0.5, -1.0]])
+    close(compute_kl_divergence(p, ref, "k2"), [[0.125, 0.5]])
+    close(compute_kl_divergence(p, ref, "k3"), [[math.exp(-0.5) - 1 + 0.5, math.e - 2]])
+    return "compute_kl_divergence: k1, k2, k3 by hand"
+
+
+def test_masked_means():
+    x, m = torch.tensor([[1.0, 2, 9], [4, math.nan, 9], [9, 9, 9]]), torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    close(masked_mean(x, m), 2.75)
+    close(masked_mean_drgrpo(x, m, 10), 0.35)
+    close(masked_mean(x, m * 0), 0.0)
+    return "masked_mean, masked_mean_drgrpo: by hand, NaN behind the mask, an empty row"
+
+
+def test_loss():
+    logp = torch.tensor([[0.0, 0.5], [0.0, -0.5]], requires_grad=True)
+    loss, meta = compute_loss(torch.tensor([1.0, -1.0]), logp, torch.zeros(2, 2), 0.2)
+    close(loss, [[-1.0, -1.2], [1.0, 0.8]])
+    loss.sum().backward()
+    close(logp.grad, [[-1.0, 0.0], [1.0, 0.0]])
+    close([meta["clip_fraction"], meta["kl_penalty_mean"], meta["ratio_max"]], [0.5, 0.0, math.exp(0.5)])
+    return "compute_loss: clipping, its gradient and its metadata by hand"
+
+
+def test_loss_with_kl():
+    logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss, meta = compute_loss(torch.zeros(1), logp, logp.detach(), 0.2, torch.tensor([[-1.5, -1.0]]), 0.1)
+    k3 = [math.exp(-0.5) - 0.5, math.e - 2]
+    close(loss, [[0.1 * k3[0], 0.1 * k3[1]]])
+    loss.sum().backward()
+    close(logp.grad, [[0.05, -0.1]])                    # kl_coef * log(pi/ref)
+    close([meta["kl_penalty_mean"], meta["kl_max"]], [sum(k3) / 2, k3[1]])
+    return "compute_loss with KL penalty: value, gradient kl_coef * log(pi/ref), metadata"
+
+
+def expected_gradient(estimator, weighted, off_policy):
+    """The exact expectation, over every token of a small vocabulary, of the gradient of the KL term; and the true gradients."""
+    g = torch.Generator().manual_seed(0)
+    logits, ref, shift = torch.randn(3, 6, generator=g, dtype=torch.float64)
+    logits.requires_grad_()
+    logp, ref = logits.log_softmax(0), ref.log_softmax(0)
+    old = (logits + off_policy * shift).log_softmax(0).detach()
+    term = lambda: compute_loss(torch.zeros(1, dtype=torch.float64), logp[None], old[None], 0.2, ref[None], 1.0, kl_estimator=estimator,
+                                kl_importance_weight=weighted)[0][0]
+    grad = lambda x: torch.autograd.grad(x, logits, retain_graph=True)[0]
+    return grad((old.exp() * term()).sum()), grad((logp.exp() * (logp - ref)).sum()), grad((ref.exp() * (ref - logp)).sum())
+
+
+def test_kl_gradients():
+    for off_policy in (0.0, 0.3):
+        got, reverse, _ = expected_gradient("k3", True, off_policy)
+        close(got, reverse, 1e-9)
+    close(expected_gradient("k1", False, 0.0)[0], torch.zeros(6), 1e-9)
+    got, _, forward = expected_gradient("k3", False, 0.0)
+    close(got, forward, 1e-9)
+    return "KL gradients by enumeration: ours is that of KL(pi||ref), also off-policy; unweighted k1 has none, k3 another"
+
+
+def test_runaway():
+    for l in (-500.0, -30.0, 30.0, 500.0):
+        logp = torch.tensor([[l - 600, math.nan]], requires_grad=True)
+        loss, _ = compute_loss(torch.zeros(1), logp, logp.detach(), 0.2, torch.full((1, 2), -600.0), 1.0, response_mask=torch.tensor([[1, 0]]))
+        loss.sum().backward()
+        close(logp.grad, [[math.copysign(LIMIT, l), 0.0]])
+    return "log-ratios of +-500 and a NaN behind the mask: finite loss, right-signed gradient"
+
+
+def test_advantages():
+    rewards = iter([1.0, 0.0, 0.1, 0.1])
+    advantages, raw, meta = compute_group_normalized_advantages(["a"] * 4, [None] * 4, lambda *_: next(rewards), 2, 1e-6, True)
+    close(advantages, [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6), 0.0, 0.0])
+    close([meta["mean"], meta["frac_groups_zero_std"]], [0.3, 0.5])
+    return "advantages: by hand, exact zeros for equal rewards"
+
+
+def test_reward():
+    truth = {"numbers": [3, 5, 7], "target": 22}
+    for text, reward in (("<answer>3*5+7</answer>", 1.0), ("<answer>1</answer><answer> 7 + (3 * 5) </answer>", 1.0), ("3*5+7", 0.0),
+                         ("<answer>3*5+7+0</answer>", 0.1), ("<answer>9**9**9</answer>", 0.1), ("<answer>" + "(" * 10**5 + "</answer>", 0.1),
+                         ("<answer>__import__('os')</answer>", 0.1), ("<answer>3/(5-5)*7</answer>", 0.1), ("<answer>٣*5+7</answer>", 0.1)):
+        close(reward_fn(text, truth), reward)
+    problem = make_problem(1, 2, "train", 4, 9, "+-*/")
+    close(reward_fn(f"<answer>{problem['solution']}</answer>", problem), 1.0)
+    return "reward: right, wrong, none, hostile; made problems are solvable"
+
+
+def small_batch():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed")
+    rows = [torch.randint(0, 32, (n,)).tolist() for n in (5, 9, 6, 12)]
+    return model, make_batch([r[:3] for r in rows], [r[3:] for r in rows])
+
+
+def test_microbatches():
+    model, b = small_batch()
+    advantages, grads = torch.tensor([1.0, -1.0, 0.5, -0.5]), []
+    for loss_type in ("grpo", "dr_grpo", "dapo"):
+        for split in ([[0, 1, 2, 3]], [[0], [3, 1], [2]]):
+            model.zero_grad()
+            for i in split:
+                grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], advantages[i], len(split), 0.2, loss_type, 16,
+                                     divisor=loss_divisor(b.mask, loss_type, 16))
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        close(grads[-1] / grads[-2].norm(), grads[-2] / grads[-2].norm(), 1e-5)
+    return "microbatch equivalence: one of 4 rows = 1 + 2 + 1 rows of uneven lengths, all three loss types"
+
+
+def test_exact_kl():
+    model, b = small_batch()
+    ref = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in ref.parameters(): p.add_(0.1 * torch.randn_like(p))
+    grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.zeros(4), 1, 0.2, "dapo", ref_model=ref, kl_coef=1.0, kl_estimator="exact")
+    got = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    p, q = (m(b.input_ids).logits.log_softmax(-1)[b.mask] for m in (model, ref))
+    (p.exp() * (p - q)).sum(-1).mean().backward()
+    close(got, model.lm_head.weight.grad, 1e-5)
+    return "exact KL: the gradient of the plain formula"
+
+
+if __name__ == "__main__":
+    try:
+        test_functions()
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
