@@ -1,5 +1,5 @@
 """The full test suite: python -m pytest test_starter.py (about eight minutes on two cores, with the real vLLM)."""
-import copy, itertools, json, math, os, random, re, signal, subprocess, sys, time
+import copy, itertools, json, math, os, random, re, shutil, signal, subprocess, sys, tempfile, time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,3 +383,549 @@ def test_adaptive_coefficient():
     for rule in ("threshold", "proportional"):
         assert adaptive(rule, [math.nan, math.inf]) == 0.01
         assert adaptive(rule, [9.0] * 2000) == s.KL_COEF_BOUNDS[1] and adaptive(rule, [0.0] * 2000) == s.KL_COEF_BOUNDS[0]
+
+
+# ------------------------------------------------------------------------------------------------ models and log-probs
+
+CHAT = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+
+
+def make_model(arch="qwen3", tied=True, seed=0, scale=0.15, **kw):
+    """A tiny real model, its weights large enough that mistakes show."""
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[arch](
+        **dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+               max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=tied) | kw)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").float()
+    randomize(model, seed, scale)
+    return model
+
+
+@torch.no_grad()
+def randomize(model, seed, scale=0.15):
+    g = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        x = torch.randn(p.shape, generator=g)
+        p.copy_(1 + 0.1 * x if "norm" in name else scale * x)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A Hugging Face folder made on the spot: random weights and a real byte-level BPE tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(arch, tied, eos="<|end|>"):
+        folder = tmp_path_factory.mktemp(f"{arch}-{tied}")
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        bpe.train_from_iterator(["<answer> the numbers make an expression </answer>"], trainers.BpeTrainer(
+            vocab_size=320, special_tokens=["<pad>", "<|end|>", "<|user|>", "<|bot|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        hf = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token="<pad>")
+        hf.chat_template = CHAT
+        hf.save_pretrained(folder)
+        make_model(arch, tied, scale=0.02).save_pretrained(folder)
+        return folder
+    return make
+
+
+def batch_of(lengths, vocab=320, prompt=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(2, vocab, (n,), generator=g).tolist() for n in lengths]
+    return s.make_batch([r[:prompt] for r in rows], [r[prompt:] for r in rows])
+
+
+def plain_log_probs(model, b, temperature=1.0):
+    logp = (model(b.input_ids).logits / temperature).log_softmax(-1).gather(-1, b.labels[..., None])[..., 0]
+    return torch.where(b.mask, logp, 0)
+
+
+def grads(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_make_batch_masks_by_length_and_shifts():
+    b = s.make_batch([[0, 5], [7]], [[0, 0, 1], [9]], [[-0.1, -0.2, -0.3], [-0.4]])        # token 0 is an ordinary token here
+    assert b.input_ids.tolist() == [[0, 5, 0, 0], [7, 0, 0, 0]] and b.labels.tolist() == [[5, 0, 0, 1], [9, 0, 0, 0]]
+    assert b.mask.tolist() == [[False, True, True, True], [True, False, False, False]]
+    assert torch.allclose(b.rollout_log_probs, torch.tensor([[0, -0.1, -0.2, -0.3], [-0.4, 0, 0, 0]]))
+
+
+@pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
+@pytest.mark.parametrize("chunk", [2**28, 320 * 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, arch, tied, chunk, packed):
+    monkeypatch.setattr(s, "LOGITS_PER_CHUNK", chunk)
+    model, b = make_model(arch, tied), batch_of((5, 19, 9, 3, 12))        # one row of prompt alone: no response token
+    weight = torch.randn(b.labels.shape, generator=torch.Generator().manual_seed(1))
+    got = s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask, temperature=0.7, packed=packed)
+    (got * weight).sum().backward()
+    ours = grads(model)
+    model.zero_grad()
+    want = plain_log_probs(model, b, 0.7)
+    (want * weight).sum().backward()
+    assert got.dtype == torch.float32 and torch.allclose(got, want, atol=2e-5) and relative(ours, grads(model)) < 1e-5
+
+
+def test_log_probs_without_a_mask_and_with_negative_labels():
+    model, b = make_model(), batch_of((8, 8))
+    everything = s.get_response_log_probs(model, b.input_ids, b.labels)
+    assert torch.allclose(everything, model(b.input_ids).logits.log_softmax(-1).gather(-1, b.labels[..., None])[..., 0], atol=1e-5)
+    labels = torch.where(b.mask, b.labels, -100)
+    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, labels), torch.where(b.mask, everything, 0), atol=1e-6)
+
+
+def test_a_model_with_scaled_logits_takes_the_plain_path():
+    class Capped(torch.nn.Module):
+        def __init__(self): super().__init__(); self.inner = make_model()
+        def forward(self, ids): return SimpleNamespace(logits=30 * torch.tanh(self.inner(ids).logits / 30))
+    model, b = Capped(), batch_of((8, 5))
+    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask), plain_log_probs(model, b), atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor made, forward and backward."""
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor): Largest.numel = max(Largest.numel, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_logits_never_exist_whole_and_memory_is_flat_in_the_number_of_chunks(monkeypatch, estimator):
+    vocab, chunk = 4096, 8
+    monkeypatch.setattr(s, "LOGITS_PER_CHUNK", chunk * vocab)
+    model, ref = make_model(vocab_size=vocab), make_model(seed=1, vocab_size=vocab)
+    largest, saved = {}, {}
+    for n_chunks in (2, 8):
+        b, kept = batch_of([3 + chunk] * n_chunks, vocab), []
+        Largest.numel = 0
+        with Largest(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(n_chunks), 1, 0.2, ref_model=ref, kl_coef=0.1, kl_estimator=estimator)
+        largest[n_chunks], saved[n_chunks] = Largest.numel, max(x for x in kept)
+    weights = vocab * 64
+    assert largest[2] == largest[8] <= max(weights, 2 * chunk * vocab) and saved[8] <= weights     # 64 tokens x 4096 would be as large as the weights
+
+
+def test_exact_kl_equals_the_plain_formula_in_value_and_gradient(monkeypatch):
+    monkeypatch.setattr(s, "LOGITS_PER_CHUNK", 320 * 4)
+    model, ref, b = make_model(), make_model(seed=1), batch_of((9, 14, 6))
+    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.zeros(3), 1, 0.2, "dapo", ref_model=ref, kl_coef=0.5, kl_estimator="exact", temperature=0.8)
+    ours = grads(model)
+    model.zero_grad()
+    p, q = ((m(b.input_ids).logits / 0.8).log_softmax(-1)[b.mask] for m in (model, ref))
+    kl = (p.exp() * (p - q)).sum(-1)
+    (0.5 * kl.mean()).backward()
+    assert meta["kl_penalty_mean"] == pytest.approx(kl.mean().item(), rel=1e-5) and relative(ours, grads(model)) < 1e-5
+
+
+# --------------------------------------------------------------------------------------------------------- the step
+
+def whole_step(model, b, adv, split, loss_type, divisor=True, **kw):
+    model.zero_grad()
+    loss = 0.0
+    for i in split:
+        part = {k: v[i] for k, v in kw.items() if torch.is_tensor(v)}
+        rest = {k: v for k, v in kw.items() if not torch.is_tensor(v)}
+        loss += s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], len(split), 0.2, loss_type, 24, **rest, **part,
+                                       divisor=s.loss_divisor(b.mask, loss_type, 24) if divisor else None)[0]
+    return float(loss), grads(model)
+
+
+SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 1, 2], [3, 4, 5]], [[5, 0], [1], [2, 3, 4]], [[i] for i in range(6)]]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_the_gradient_does_not_depend_on_the_microbatches(loss_type):
+    model, ref, b = make_model(), make_model(seed=1, scale=0.14), batch_of((5, 19, 9, 4, 12, 7))
+    adv = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.3, 0.1])
+    old = plain_log_probs(model, b).detach() + 0.1
+    results = [whole_step(model, b, adv, split, loss_type, ref_model=ref, kl_coef=0.1, old_log_probs=old) for split in SPLITS]
+    for loss, grad in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5) and relative(grad, results[0][1]) < 1e-5
+    wrong = whole_step(model, b, adv, SPLITS[2], loss_type, divisor=False, ref_model=ref, kl_coef=0.1, old_log_probs=old)[1]
+    assert relative(wrong, results[0][1]) > 0.05        # the mean of microbatch means, which the divisor replaces
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_loss_types_by_hand(loss_type):
+    model, b, adv = make_model(), batch_of((5, 19, 9)), torch.tensor([1.0, -1.0, 0.5])
+    loss, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, adv, 2, 0.2, loss_type, 24)
+    ours = grads(model)
+    model.zero_grad()
+    logp, m = plain_log_probs(model, b), b.mask.float()
+    rows = (-adv[:, None] * (logp - logp.detach()).exp() * m)
+    want = {"grpo": (rows.sum(1) / m.sum(1)).mean(), "dr_grpo": rows.sum() / 3 / 24, "dapo": rows.sum() / m.sum()}[loss_type] / 2
+    want.backward()
+    assert float(loss) == pytest.approx(want.item(), abs=1e-6) and relative(ours, grads(model)) < 1e-5 and meta["n_tokens"] == int(m.sum())
+
+
+def test_a_microbatch_without_response_tokens_does_nothing():
+    model, b = make_model(), batch_of((5, 6))
+    loss, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, torch.zeros_like(b.mask), torch.ones(2), 1, 0.2)
+    assert float(loss) == 0 and all(p.grad is None for p in model.parameters())
+
+
+def test_microbatches_by_tokens():
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))]
+        least, budget = rng.randint(1, 5), rng.randint(60, 300)
+        groups = s.make_microbatches(lengths, least, budget)
+        assert sorted(r for g in groups for r in g) == list(range(len(lengths)))
+        sizes = [sum(lengths[r] for r in g) for g in groups]
+        assert len(groups) >= min(least, len(lengths)) and (max(sizes) <= budget or len(groups) == len(lengths))
+        assert max(sizes) - min(sizes) <= max(lengths)       # evenly filled
+
+
+def test_metadata_of_microbatches_merges_into_that_of_the_batch():
+    model, ref, b, adv = make_model(), make_model(seed=1), batch_of((5, 19, 9, 4)), torch.tensor([1.0, -1.0, 0.5, 2.0])
+    run = lambda i: s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], 1, 0.2, divisor=4, ref_model=ref, kl_coef=0.1)[1]
+    whole, merged = run([0, 1, 2, 3]), s.merge_metadata([run([0, 1]), run([2]), run([3])])
+    assert set(whole) == set(merged)
+    for key in whole: assert merged[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
+
+
+def test_bf16_weights_take_small_steps_through_float32_masters():
+    """Ten steps of 1e-6: the masters follow a float32 run; weights that are bf16 alone do not move at all."""
+    def train(dtype, masters):
+        model = make_model().to(dtype)
+        optimizer = s.Optimizer(model, 1e-6) if masters else torch.optim.AdamW(model.parameters(), 1e-6, betas=(0.9, 0.95), weight_decay=0.0)
+        b = batch_of((9, 14, 6))
+        start = [p.detach().clone() for p in model.parameters()]
+        for _ in range(10):
+            optimizer.zero_grad()
+            s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.tensor([1.0, -1.0, 0.5]), 1, 0.2)
+            optimizer.step()
+        final = optimizer.masters if masters else list(model.parameters())
+        return torch.cat([(a.detach().float() - b.float()).flatten() for a, b in zip(final, start)])
+    want = train(torch.float32, True)
+    got, pure = train(torch.bfloat16, True), train(torch.bfloat16, False)
+    cosine = lambda a: float(torch.nn.functional.cosine_similarity(a, want, dim=0))
+    assert cosine(got) > 0.9 and abs(got.norm() / want.norm() - 1) < 0.1
+    assert (pure == 0).float().mean() > 0.9
+
+
+def test_float32_weights_are_their_own_masters_and_gradients_add_up_in_float32():
+    model = make_model()
+    assert all(p is m for p, m in zip(s.Optimizer(model, 1e-3).params, s.Optimizer(model, 1e-3).masters))
+    model = make_model().to(torch.bfloat16)
+    optimizer, b = s.Optimizer(model, 1e-3), batch_of((9, 14))
+    for _ in range(3): s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(2), 3, 0.2)
+    assert all(m.grad.dtype == torch.float32 for m in optimizer.masters) and all(p.grad is None for p in model.parameters())
+
+
+# ----------------------------------------------------------------------------------------------- tokenizers, model folders
+
+def test_tiny_tokenizer_and_its_saved_copy_agree(tmp_path):
+    tiny = s.Tokenizer()
+    tiny.save(tmp_path)
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("3 5 7=22:", "<answer>3*5+7</answer>", "é😀\n\t\0 <answer", "".join(map(chr, range(300)))):
+        assert tiny.encode(text) == hf.encode(text, add_special_tokens=False) and tiny.decode(tiny.encode(text)) == text
+    assert hf.eos_token_id == tiny.end_id == 256 and hf.pad_token_id == 257 and len(hf) == 260
+    assert hf.apply_chat_template([{"role": "user", "content": "1 2=3:"}], tokenize=False) == "1 2=3:"
+    again = s.Tokenizer(hf, short_prompts=True)
+    assert again.decode(again.encode("<answer>1</answer>") + [256]) == "<answer>1</answer>"
+
+
+def test_chat_prompt_of_a_hugging_face_tokenizer(model_folder):
+    policy, tokenizer = s.init_policy(str(model_folder("qwen3", True)))
+    text = s.prompt_text({"numbers": [3, 5, 7], "target": 22}, tokenizer, "+-*/")
+    assert text.startswith("<|user|>Using the numbers [3, 5, 7]") and text.endswith("<|bot|>") and "22" in text and "<think>" in text and "+ - * /" in text
+    assert tokenizer.stop_ids == [1] and tokenizer.encode(text)[-1] == tokenizer.hf.convert_tokens_to_ids("<|bot|>")
+
+
+def test_dropout_is_off():
+    policy, _ = s.init_policy("tiny")
+    assert policy.training and all(m.p == 0 for m in policy.modules() if isinstance(m, torch.nn.Dropout)) and sum(p.numel() for p in policy.parameters()) < 2e6
+
+
+def lora_policy():
+    model = make_model("llama", False)
+    s.add_lora(model, 4, seed=0)
+    return model
+
+
+def test_lora_reference_is_the_model_without_its_adapters_and_vllm_gets_merged_weights():
+    model, b = lora_policy(), batch_of((9, 14))
+    before = plain_log_probs(make_model("llama", False), b)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name: p.copy_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    assert (plain_log_probs(model, b) - before).abs().max() > 0.01
+    assert torch.allclose(s.score(model, b, [[0, 1]], 1.0, policy=model), before, atol=1e-5)          # adapters off
+    assert (s.score(model, b, [[0, 1]], 1.0) - before).abs().max() > 0.01                             # on
+    merged = make_model("llama", False)
+    merged.load_state_dict(dict(s.vllm_weights(model)))
+    assert torch.allclose(plain_log_probs(merged, b), plain_log_probs(model, b), atol=1e-4)
+    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(2), 1, 0.2, ref_model=model, kl_coef=0.1)
+    assert meta["kl_mean"] > 0 and all((p.grad is not None) == ("lora_" in n) for n, p in model.named_parameters())
+
+
+# ----------------------------------------------------------------------------------------------------------- rollouts
+
+PARAMS = dict(temperature=1.0, min_tokens=0, max_tokens=12, n=4, stop_ids=[1])
+PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
+LONG = [[int(t) for t in np.random.RandomState(i).randint(2, 320, 150)] for i in range(2)]      # longer than a cache block of 128
+
+
+def worst_gap(model, prompts, responses, temperature=1.0):
+    """Largest difference between the sampler's log-probs and the plain formula."""
+    n = len(responses) // len(prompts)
+    b = s.make_batch([p for p in prompts for _ in range(n)], [r[0] for r in responses], [r[1] for r in responses])
+    with torch.no_grad(): want = plain_log_probs(model, b, temperature)
+    return float((want - b.rollout_log_probs)[b.mask].abs().max())
+
+
+def check_responses(responses, n, max_tokens, stop=1):
+    assert len(responses) == n
+    for ids, logps, finished in responses:
+        assert 1 <= len(ids) == len(logps) <= max_tokens and stop not in ids[:-1] and finished == (ids[-1] == stop)
+        assert finished or len(ids) == max_tokens
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_torch_sampler(temperature):
+    model = make_model(scale=0.3)
+    llm, params = s.TorchSampler(model), s.init_sampling_params(**PARAMS | {"temperature": temperature})
+    a = s.rollout_with_vllm(llm, PROMPTS, params, 42, 1)
+    check_responses(a, 12, 12)
+    assert worst_gap(model, PROMPTS, a, temperature) < 1e-4
+    assert a == s.rollout_with_vllm(llm, PROMPTS, params, 42, 1) and a != s.rollout_with_vllm(llm, PROMPTS, params, 42, 2)
+    alone = s.rollout_with_vllm(llm, PROMPTS[:1], params, 42, 1)
+    assert [r[0] for r in alone] == [r[0] for r in a[:4]]            # a request's tokens do not depend on its neighbours
+    assert len({tuple(r[0]) for r in a[:4]}) > 1 and model.training
+
+
+def test_torch_sampler_samples_from_the_distribution():
+    model = make_model(scale=0.3)
+    params = s.init_sampling_params(1.0, 0, 1, 4000, [1])
+    counts = np.bincount([r[0][0] for r in s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], params, 0, 0)], minlength=320) / 4000
+    with torch.no_grad(): p = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
+    assert np.abs(counts - p).max() < 4 * math.sqrt(0.25 / 4000)
+    banned = s.rollout_with_vllm(s.TorchSampler(model), [[5]], s.init_sampling_params(1.0, 3, 6, 200, list(range(100))), 0, 0)
+    assert all(not set(r[0][:3]) & set(range(100)) for r in banned)
+    greedy = s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], s.init_sampling_params(0.0, 0, 1, 1, [1]), 0, 0)
+    assert greedy[0][0] == [int(p.argmax())]
+
+
+def test_request_seeds_depend_on_everything():
+    seeds = [s.request_seed(*args) for args in itertools.product((1, 2), (3, 4, "eval"), (5, 6))]
+    assert len(set(seeds)) == 12 and all(0 <= x < 2**48 for x in seeds) and s.request_seed(1, 2, 3) == s.request_seed(1, 2, 3)
+
+
+needs_vllm = pytest.mark.skipif(vllm is None, reason="vLLM is not installed here (make test installs it)")
+
+
+@pytest.fixture(scope="module", params=[("qwen3", True), ("llama", False)], ids=["qwen3-tied", "llama-untied"])
+def engine(request):
+    model = make_model(*request.param, scale=0.3)
+    torch.manual_seed(123)
+    before = torch.get_rng_state(), torch.get_num_threads(), torch.set_num_threads, dict(os.environ)
+    llm = s.init_vllm(model, 256, 64)
+    assert not isinstance(llm, s.TorchSampler), "the real vLLM must start here"
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1:3] == (torch.get_num_threads(), torch.set_num_threads)
+    return model, llm
+
+
+@needs_vllm
+def test_vllm_and_trainer_agree_before_and_after_a_sync_and_not_without(engine):
+    model, llm = engine
+    params = s.init_sampling_params(**PARAMS)
+    sample = lambda: s.rollout_with_vllm(llm, PROMPTS, params, 42, 1)
+    a = sample()
+    check_responses(a, 12, 12)
+    assert worst_gap(model, PROMPTS, a) < 1e-4 and a == sample()
+    assert [r[0] for r in a] != [r[0] for r in s.rollout_with_vllm(llm, PROMPTS, params, 42, 2)]
+    warm = s.rollout_with_vllm(llm, PROMPTS, params | {"temperature": 0.7}, 42, 1)
+    assert worst_gap(model, PROMPTS, warm, 0.7) < 1e-4
+    randomize(model, 7, 0.3)
+    stale = worst_gap(model, PROMPTS, sample())
+    assert stale > 0.1
+    with pytest.raises(RuntimeError, match="did not arrive"): s.check_gap(stale, model)
+    s.load_policy_into_vllm_instance(model, llm)
+    fresh = worst_gap(model, PROMPTS, sample())
+    assert fresh < 1e-4
+    s.check_gap(fresh, model)
+
+
+@needs_vllm
+def test_a_stale_prefix_cache_matters_and_is_reset_by_the_sync(engine, monkeypatch):
+    model, llm = engine
+    params = s.init_sampling_params(**PARAMS | {"n": 2})
+    s.load_policy_into_vllm_instance(model, llm)
+    s.rollout_with_vllm(llm, LONG, params, 0, 0)                     # fills the cache
+    randomize(model, 8, 0.3)
+    with monkeypatch.context() as m:
+        m.setattr(llm, "reset_prefix_cache", lambda *a, **k: True)
+        s.load_policy_into_vllm_instance(model, llm)
+    assert worst_gap(model, LONG, s.rollout_with_vllm(llm, LONG, params, 0, 1)) > 0.1
+    s.load_policy_into_vllm_instance(model, llm)
+    assert worst_gap(model, LONG, s.rollout_with_vllm(llm, LONG, params, 0, 1)) < 1e-4
+
+
+@needs_vllm
+def test_vllm_errors_are_not_swallowed(engine, monkeypatch):
+    model, llm = engine
+    monkeypatch.setattr(llm, "reset_prefix_cache", lambda *a, **k: False)
+    with pytest.raises(RuntimeError, match="prefix cache"): s.load_policy_into_vllm_instance(model, llm)
+    monkeypatch.setattr(llm, "generate", lambda *a, **k: [])
+    with pytest.raises(RuntimeError, match="returned 0 responses"): s.rollout_with_vllm(llm, PROMPTS, s.init_sampling_params(**PARAMS), 0, 0)
+
+
+def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)                   # what `import vllm` sees when it is not installed
+    assert isinstance(s.init_vllm(make_model(), 64, 8), s.TorchSampler)
+    assert "!!! vLLM cannot be used here" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- the real script, end to end
+
+SMALL = ["--model_id=tiny", "--device=cpu", "--n_grpo_steps=2", "--rollout_batch_size=8", "--group_size=4", "--n_eval=8", "--warm_start_steps=60", "--eval_every=2",
+         "--save_every=2", "--max_tokens=12"]
+SCALARS = """train/reward_mean, train/reward_std, train/loss, train/grad_norm, train/kl_penalty, train/kl_coef, train/clip_fraction,
+train/entropy, train/avg_output_tokens, train/truncated_frac, train/answer_frac, train/frac_groups_zero_std, train/skipped_steps,
+kl/mean, kl/max, kl/min, kl/policy_logp_mean, kl/ref_logp_mean, rollout/logp_gap_mean, rollout/logp_gap_max, time/rollout,
+time/train, time/sync, time/step, perf/tokens_per_s""".replace("\n", " ").split(", ")
+EVAL = ["eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens"]
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers_of(out):
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows_of(out)]
+
+
+WARM = Path(tempfile.mkdtemp())
+
+
+def put_warm_start(out):
+    """The tiny model after a short warm start, made once per test session; the program checks by itself that it fits the settings."""
+    if not (WARM / "warm_start").exists():
+        s.main([*SMALL, "--use_vllm=False", f"--out_dir={WARM}"])
+    shutil.copytree(WARM / "warm_start", Path(out) / "warm_start", dirs_exist_ok=True)
+
+
+def run_main(out, *args):
+    put_warm_start(out)
+    s.main([*SMALL, "--use_vllm=False", f"--out_dir={out}", *args])
+    return rows_of(out)
+
+
+def script(out, *args, **kw):
+    put_warm_start(out)
+    return subprocess.run([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args], capture_output=True, text=True, timeout=300, **kw)
+
+
+@needs_vllm
+def test_the_script_with_vllm_and_kl(tmp_path):
+    run = script(tmp_path / "out", "--use_kl_penalty=True", "--kl_coef=0.05", "--n_grpo_steps=4")
+    assert run.returncode == 0, run.stderr
+    assert "!!!" not in run.stdout and "=== All Tests Passed! ===" in run.stdout
+    assert re.search(r"^Step 4 \| Loss: -?\d+\.\d{4} \| Grad norm: \d+\.\d{4} \| Reward mean: \d\.\d+ .* \| KL penalty: -?\d+\.\d{4}$", run.stdout, re.M)
+    for word in ("Done: held-out accuracy", "/model", "tensorboard --logdir", "samples"): assert word in run.stdout
+    rows = rows_of(tmp_path / "out")
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and all(set(SCALARS) <= set(r) for r in rows[1:]) and all(set(EVAL) <= set(rows[i]) for i in (0, 2, 4))
+    assert all(r["rollout/logp_gap_max"] < 1e-4 for r in rows[1:]), "vLLM must have this step's weights"
+    assert rows[1]["kl/mean"] < 1e-6 < rows[4]["kl/mean"] and rows[4]["train/kl_coef"] == 0.05
+    check_outputs(tmp_path / "out")
+
+
+def check_outputs(out):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    config = json.loads((out / "config.json").read_text())
+    assert config["group_size"] == 4 and config["lr"] == 2e-4
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
+    ids = tokenizer("3 5 7=15:", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert text.shape[1] > ids.shape[1]
+    events = EventAccumulator(str(out / "tb")).Reload()
+    assert set(SCALARS + EVAL) <= set(events.Tags()["scalars"]) and [e.step for e in events.Scalars("train/loss")] == [r["step"] for r in rows_of(out)][1:]
+    assert {"config/text_summary", "samples/text_summary"} <= set(events.Tags()["tensors"])
+    samples = [json.loads(l) for l in (out / "samples.jsonl").read_text().splitlines()]
+    assert {"step", "prompt", "response", "reward"} <= set(samples[0])
+
+
+@pytest.mark.parametrize("kl", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_the_script_with_the_torch_sampler(tmp_path, capsys, loss_type, kl):
+    rows = run_main(tmp_path / "out", f"--loss_type={loss_type}", f"--use_kl_penalty={kl}")
+    assert [r["step"] for r in rows] == [0, 1, 2] and ("KL penalty" in capsys.readouterr().out) == kl
+    assert (rows[2]["kl/mean"] > 0) == kl and all(v is not None for r in rows for v in r.values())
+
+
+KL_ON = "--use_kl_penalty=True"
+OPTIONS = [
+    ["--inner_epochs=2", "--n_minibatches=2", "--lr=3e-3"], ["--gradient_accumulation_steps=3"], ["--tokens_per_microbatch=40"], ["--clip_range=0.1", "--clip_range_high=0.28"],
+    ["--use_std_normalization=False", "--advantage_eps=1e-4"], ["--temperature=0.7"], ["--min_tokens=2"], ["--mismatch_cap=1.0"], ["--weight_decay=0.1", "--max_grad_norm=0"],
+    ["--warmup_steps=0"], ["--gradient_checkpointing=True"], ["--seed=7"], ["--n_numbers=2", "--max_number=30", "--operations=+-*"], ["--max_prompt_tokens=64"],
+    ["--save_every=0", "--keep=1"], ["--lora_rank=2"], ["--lora_rank=2", KL_ON], [KL_ON, "--kl_estimator=k1"], [KL_ON, "--kl_estimator=k2"],
+    [KL_ON, "--kl_estimator=exact"], [KL_ON, "--kl_estimator=k3", "--kl_importance_weight=False"], [KL_ON, "--kl_in=reward", "--kl_estimator=k1"],
+    [KL_ON, "--kl_adaptive=True", "--target_kl=0.01"], [KL_ON, "--kl_adaptive=True", "--kl_adaptive_rule=proportional"], [KL_ON, "--kl_warmup_steps=2"],
+    [KL_ON, "--ref_update_every=1"], [KL_ON, "--ref_offload=True"], [KL_ON, "--max_kl=5", "--max_consecutive_skips=2"], [KL_ON, "--kl_coef=0"],
+]
+
+
+@pytest.mark.parametrize("args", OPTIONS, ids=lambda a: " ".join(x.lstrip("-") for x in a))
+def test_every_option_runs(tmp_path, args):
+    rows = run_main(tmp_path / "out", *args, "--n_grpo_steps=3")
+    assert len(rows) == 4 and all(v is not None and math.isfinite(v) for r in rows for v in r.values()) and rows[-1]["train/skipped_steps"] == 0
+    last = rows[-1]
+    if "--inner_epochs=2" in args: assert any(r["train/clip_fraction"] > 0 for r in rows[1:]) and last["train/approx_kl"] > 0
+    if "--kl_coef=0" in args: assert last["kl/mean"] == 0
+    elif KL_ON in args: assert last["kl/policy_logp_mean"] < 0 and (last["kl/mean"] > 0 or "--ref_update_every=1" in args)
+    if "--ref_update_every=1" in args: assert all(r["kl/mean"] < 1e-9 for r in rows[1:])
+    if "--kl_warmup_steps=2" in args: assert [r["train/kl_coef"] for r in rows[1:]] == [0.0, 0.005, 0.01]
+    if "--kl_in=reward" in args: assert "train/penalised_reward" in last
+    if "--target_kl=0.01" in args: assert last["train/kl_coef"] < 0.01
+
+
+@pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
+def test_a_hugging_face_folder_end_to_end(tmp_path, model_folder, arch, tied):
+    rows = run_main(tmp_path / "out", f"--model_id={model_folder(arch, tied)}", "--max_prompt_tokens=400", "--max_tokens=8", "--lr=1e-3", KL_ON)
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    again = s.init_policy(str(tmp_path / "out" / "model"))       # what was saved is a model folder again, tokenizer and chat template included
+    assert again[1].hf.chat_template == CHAT and again[0].config.tie_word_embeddings == tied
+
+
+def test_single_batch(monkeypatch, tmp_path, capsys):
+    """Two prompts, groups of two, one step: every part of the cycle, seen from outside."""
+    policy, tokenizer = s.init_policy("tiny", seed=1)
+    size = dict(n_numbers=3, max_number=20, operations="+-")
+    problems = [s.make_problem(1, i, **size) for i in range(2)]
+    prompts = [tokenizer.encode(s.prompt_text(p, tokenizer)) for p in problems]
+    responses = s.rollout_with_vllm(s.TorchSampler(policy), prompts, s.init_sampling_params(1.0, 0, 10, 2, tokenizer.stop_ids), 1, 1)
+    check_responses(responses, 4, 10, tokenizer.end_id)
+    rewards = iter([1.0, 0.0, 0.1, 0.1])
+    adv, raw, meta = s.compute_group_normalized_advantages([tokenizer.decode(r[0]) for r in responses], [p for p in problems for _ in range(2)],
+                                                           lambda *_: next(rewards), 2, 1e-6, True)
+    b = s.make_batch([p for p in prompts for _ in range(2)], [r[0] for r in responses], [r[1] for r in responses])
+    assert b.input_ids.shape == b.labels.shape == b.mask.shape == b.rollout_log_probs.shape and b.mask.sum(1).tolist() == [len(r[0]) for r in responses]
+    for row, (p, r) in enumerate(zip([p for p in prompts for _ in range(2)], responses)):
+        assert b.labels[row][b.mask[row]].tolist() == r[0] and b.input_ids[row, :len(p)].tolist() == p
+    optimizer, before = s.Optimizer(policy, 1e-3), copy.deepcopy(policy.state_dict())
+    first = plain_log_probs(policy, b).detach()
+    cfg = config()
+    state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
+    s.update_policy(policy, optimizer, b, adv, cfg, 100, state)
+    assert any(not torch.equal(a, b_) for a, b_ in zip(before.values(), policy.state_dict().values()))
+    change = (plain_log_probs(policy, b) - first).sum(1)
+    assert change[0] > change[1], "the better response became likelier"
+    after = copy.deepcopy(policy.state_dict())
+    b.rollout_log_probs = plain_log_probs(policy, b).detach()
+    for bad in (math.nan, math.inf):                                    # a NaN never reaches the weights
+        s.update_policy(policy, optimizer, b, torch.tensor([bad, 0, 0, 0]), cfg, 101, state)
+        assert all(torch.equal(a, b_) for a, b_ in zip(after.values(), policy.state_dict().values()))
+    assert state.skipped == 2 and state.lr_scale == 0.5 and "update skipped" in capsys.readouterr().out
+
+
+def config(**kw):
+    base = dict(loss_type="grpo", max_tokens=10, temperature=1.0, clip_range=0.2, clip_range_high=0.0, mismatch_cap=2.0, kl_estimator="k3", kl_importance_weight=True,
+                kl_in="loss", ref_offload=False, inner_epochs=1, n_minibatches=1, gradient_accumulation_steps=1, tokens_per_microbatch=4096, seed=0, max_grad_norm=1.0,
+                max_kl=10.0, warmup_steps=0, max_consecutive_skips=5)
+    return SimpleNamespace(**base | kw)
