@@ -188,9 +188,9 @@ def main():
             for prompts in (o.prompts // 2, o.prompts) if n == 256 or tiny else (max(1, o.prompts * 512 // n),):
                 part = again(["--sweep=False", f"--new_tokens={n}", f"--prompts={prompts}", "--peer="])
                 result["sweep"].append({"new_tokens": n, "prompts": prompts} | part["ours"])
-    else:
-        result["ours"] = ours(o)
-    if o.peer:
+    else:                                                 # beside a peer both get a process, and so a GPU, of their own
+        result["ours"] = again(["--peer="])["ours"] if o.peer else ours(o)
+    if o.peer and not o.sweep:
         result["trl"] = again(["--only=trl", "--peer="])
         result["ratio_to_trl"] = result["ours"]["seconds"]["step"] / result["trl"]["seconds"]["step"]
         print(f"ours {result['ours']['seconds']['step']:.3f} s per step, TRL {result['trl']['seconds']['step']:.3f} s: ratio {result['ratio_to_trl']:.2f}")

@@ -42,7 +42,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 disable_progress_bar()                                         # of "Writing model shards"
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """Something the user can put right: shown as one line, without a traceback, exit code 2."""
 
 
@@ -57,7 +57,7 @@ def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operatio
     """One solvable problem: a function of its arguments alone. Which split a problem belongs to is a hash of the problem
     itself (numbers in any order, and target), so training and held-out problems never meet, whatever the seed."""
     rng = random.Random(f"{seed}/{split}/{index}")
-    while True:
+    for _ in range(100_000):
         numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
         parts = [(str(n), n, 9) for n in numbers]        # (text, value, how tightly it binds)
         while len(parts) > 1:                            # join two random parts until one is left: it solves the problem
@@ -77,17 +77,23 @@ def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operatio
         held_out = zlib.crc32(f"{sorted(numbers)}={target}".encode()) % 5 == 0
         if 0 < target < 100 and held_out == (split != "train"):
             return {"numbers": numbers, "target": target, "solution": parts[0][0]}
+    raise UserError(f"no Countdown problem found with {n_numbers} numbers up to {max_number} and {operations!r} whose target is between 1 and 99")
+
+
+def task_size(cfg):
+    return dict(n_numbers=cfg.n_numbers, max_number=cfg.max_number, operations=cfg.operations)
 
 
 def held_out_problems(n, **size):
     """The first n different held-out problems; the same ones for every run, whatever its seed."""
-    problems, index = {}, 0
+    problems, index, found = {}, 0, 0
     while len(problems) < n:
-        if index > 200 * n + 10_000:
+        if index - found > 5_000:                        # so many in a row that were there already
             raise UserError(f"only {len(problems)} different held-out problems of this size exist, n_eval asks for {n}: "
                             "lower n_eval or raise max_number")
         p = make_problem(0, index, "held-out", **size)
-        problems.setdefault((tuple(sorted(p["numbers"])), p["target"]), p)
+        key = tuple(sorted(p["numbers"])), p["target"]
+        if key not in problems: problems[key], found = p, index
         index += 1
     return list(problems.values())
 
@@ -107,7 +113,7 @@ def prompt_text(problem, tokenizer, operations="+-*"):
 def evaluate_expression(text, numbers):
     """The exact value of an expression that uses each of `numbers` once, or None. Nothing is ever eval()ed: the text must
     consist of those numbers, + - * / and parentheses, and a small recursive parser with limits does the arithmetic."""
-    tokens = re.findall(r"[0-9]+|[^\s0-9]", text[:1000], re.ASCII) if len(text) <= 1000 else []
+    tokens = re.findall(r"[0-9]+|[^\s0-9]", text, re.ASCII) if len(text) <= 1000 else []
     digits = [t for t in tokens if t[0] in "0123456789"]
     if len(tokens) > 100 or any(len(t) > 9 for t in digits) or sorted(map(int, digits)) != sorted(numbers):
         return None
@@ -281,7 +287,7 @@ def add_lora(policy, rank, seed):
 def compile_layers(model):
     """torch.compile, once per kind of layer and for every length; and the arithmetic on the logits, which is all memory traffic."""
     global chunk_stats
-    for layer in model.base_model.layers: layer.compile(dynamic=True)
+    for layer in getattr(model.base_model, "layers", []): layer.compile(dynamic=True)
     if not hasattr(chunk_stats, "__wrapped__"): chunk_stats = torch.compile(chunk_stats, dynamic=True)
 
 
@@ -340,9 +346,9 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
     config.architectures = [type(policy).__name__]
     folder = tempfile.mkdtemp()
     config.save_pretrained(folder)
-    kv = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * (getattr(config, "head_dim", None) or 128)
+    tokens = max_num_seqs * (-(-max_model_len // 128) * 128)                # the CPU's cache comes in blocks of 128 tokens
     memory = ({"gpu_memory_utilization": gpu_mem_util, "enable_sleep_mode": sleep} if cuda else
-              {"kv_cache_memory_bytes": kv * max_num_seqs * (-(-max_model_len // 128) * 128) + (64 << 20)})   # blocks of 128
+              {"kv_cache_memory_bytes": 8 * config.num_hidden_layers * config.hidden_size * tokens + (64 << 20)})
     try:
         with trainer_state_kept():
             from vllm import LLM
@@ -409,8 +415,8 @@ def rollout_with_vllm(llm, prompts, params, seed, step):
                                [SamplingParams(**params, seed=s) for s in seeds], use_tqdm=False)
     responses = [(list(c.token_ids), [d[t].logprob for t, d in zip(c.token_ids, c.logprobs)], c.finish_reason == "stop")
                  for o in outputs for c in o.outputs]
-    if len(responses) != len(prompts) * params["n"] or not all(ids for ids, *_ in responses):
-        raise RuntimeError(f"vLLM returned {len(responses)} responses, some perhaps empty; expected {len(prompts) * params['n']}")
+    if len(responses) != len(prompts) * params["n"] or not all(ids and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
+        raise RuntimeError(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, or one is empty or has a log-prob that is no number")
     return responses
 
 
@@ -458,7 +464,7 @@ class TorchSampler:
         return responses
 
 
-def make_batch(prompts, responses, logps=None, device="cpu"):
+def make_batch(prompts, responses, logps=None, device="cpu", min_tokens=0):
     """Right-padded tensors, labels already shifted: labels[b, t] is the token after input_ids[b, t]. `mask` is built from
     the lengths, never from token values, and is True where the label is a response token, the end token included."""
     width = max(len(p) + len(r) for p, r in zip(prompts, responses)) - 1
@@ -469,7 +475,9 @@ def make_batch(prompts, responses, logps=None, device="cpu"):
         row = torch.tensor(p + r)
         ids[b, :len(row) - 1], labels[b, :len(row) - 1] = row[:-1], row[1:]
         mask[b, len(p) - 1:len(row) - 1] = True
-        if logps: sampled[b, len(p) - 1:len(row) - 1] = torch.tensor(logps[b])
+        if logps:
+            sampled[b, len(p) - 1:len(row) - 1] = torch.tensor(logps[b])
+            sampled[b, len(p) - 1:len(p) - 1 + min(min_tokens, len(r))] = math.nan      # there the sampler could not end: another distribution
     batch = SimpleNamespace(input_ids=ids, labels=labels, mask=mask, rollout_log_probs=sampled if logps else None)
     for name, tensor in vars(batch).items():
         if tensor is not None: setattr(batch, name, tensor.to(device))
@@ -559,7 +567,7 @@ def adapters_off(ref_model, policy):
         policy.disable_adapters()
         try: yield
         finally: policy.enable_adapters()
-    return off() if ref_model is policy else contextlib.nullcontext()
+    return off() if ref_model is policy and getattr(policy, "_hf_peft_config_loaded", False) else contextlib.nullcontext()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -666,7 +674,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     if kl_coef and ref_log_probs is not None:
         ref = clean(ref_log_probs).detach()
         require_finite("the reference's log-prob", torch.where(ref == -torch.inf, 0, ref))     # -inf is clamped and counted
-        if kl_estimator == "exact":                        # an expectation already: there is no sampled token to weight
+        if kl_estimator == "exact":                        # an expectation over the policy already: no weight pi/old
+            if exact_kl is None: raise UserError('kl_estimator="exact" needs exact_kl, the full-vocabulary KL of every token')
             term, weight = clean(exact_kl), torch.ones_like(rho)
             require_finite("the exact KL", term)
         else:
@@ -677,6 +686,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         stats |= kl_stats(policy.detach(), ref, weight) | {"kl_penalty_mean": term}
     if rollout_log_probs is not None:
         mu = clean(rollout_log_probs)
+        mu = torch.where(mu.isnan(), old, mu)              # not known: weight 1
         loss = loss * (old - mu).clamp(-LIMIT, LIMIT).exp().clamp(max=mismatch_cap)
         stats |= {"logp_gap_mean": (old - mu).abs(), "logp_gap_max": (old - mu).abs()}
     return torch.where(mask, loss, 0), summarize(stats, mask)
@@ -713,7 +723,7 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
     `divisor` is loss_divisor() of the whole optimizer step; without it every one of the gradient_accumulation_steps
     microbatches is taken to be as large as this one. old_log_probs=None means the rollout is used for this one update:
     the old policy is then the policy itself. advantages_per_seq: [B], or [B, T] when KL is in the reward."""
-    mask = response_mask.bool()
+    mask = response_mask.bool() & (labels >= 0)
     if loss_type not in ("grpo", "dr_grpo", "dapo"):
         raise UserError(f"loss_type must be grpo, dr_grpo or dapo, got {loss_type!r}")
     with_kl = bool(kl_coef) and (ref_model is not None or ref_log_probs is not None)
@@ -792,7 +802,7 @@ class Optimizer:
         return float(torch.nn.utils.clip_grad_norm_(self.masters, limit or math.inf))
 
     def zero_grad(self):
-        self.adamw.zero_grad(set_to_none=True)
+        for p in (*self.masters, *self.params): p.grad = None
 
     @torch.no_grad()
     def step(self, scale=1.0):
@@ -806,17 +816,16 @@ class Optimizer:
         if pairs: torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
-def rows_of(batch, rows):
-    return {k: v[rows] for k, v in vars(batch).items() if v is not None}
-
-
 @torch.no_grad()
 def score(model, batch, groups, temperature, policy=None):
     """Log-probs of a whole rollout batch under `model`, microbatch by microbatch -> [B, T]."""
     out = torch.zeros(batch.labels.shape, device=batch.labels.device)
+    home = next(model.parameters()).device
+    model.to(out.device)                                   # a reference that lives in host memory (ref_offload) comes and goes
     with adapters_off(model, policy):
         for rows in groups:
             out[rows] = token_stats(model, batch.input_ids[rows], batch.labels[rows], batch.mask[rows], temperature)[0]
+    model.to(home)
     return out
 
 
@@ -838,52 +847,52 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
                    clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap, kl_estimator=cfg.kl_estimator,
                    kl_importance_weight=cfg.kl_importance_weight, kl_coef=0.0 if in_reward else kl_coef)
     old = ref = None
-    if ref_model is not None and cfg.ref_offload: ref_model.to(policy.device)
     if cfg.inner_epochs * cfg.n_minibatches > 1 or in_reward:      # else the policy's own log-probs of the one update
         old = score(policy, batch, everything, cfg.temperature)
     if kl_coef and cfg.kl_estimator != "exact":
         ref = score(ref_model, batch, everything, cfg.temperature, policy)
-    extra = {}
-    if in_reward:
-        cost, extra = kl_to_go(old, ref, batch.mask)
-        advantages = advantages[:, None] - kl_coef * cost
-    if ref is not None and cfg.ref_offload and cfg.kl_estimator != "exact": ref_model.to("cpu")         # no longer needed
+    if kl_coef and cfg.kl_estimator == "exact": ref_model.to(policy.device)
 
     def accumulate(rows, tokens_per_microbatch):
-        divisor, parts = loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens), []
+        divisor, parts, extra, adv = loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens), [], {}, advantages
+        if in_reward:
+            cost, extra = kl_to_go(old, ref, batch.mask)
+            adv = advantages[:, None] - kl_coef * cost
         for group in make_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps, tokens_per_microbatch):
             i = [rows[g] for g in group]
             parts.append(grpo_microbatch_step(
-                policy, batch.input_ids[i], batch.labels[i], batch.mask[i], advantages[i], cfg.gradient_accumulation_steps,
+                policy, batch.input_ids[i], batch.labels[i], batch.mask[i], adv[i], cfg.gradient_accumulation_steps,
                 cfg.clip_range, ref_model=ref_model, old_log_probs=None if old is None else old[i], divisor=divisor,
                 ref_log_probs=None if ref is None else ref[i], rollout_log_probs=batch.rollout_log_probs[i], **options)[1])
-        return merge_metadata(parts)
+        return merge_metadata(parts) | extra
 
     done = []
     for epoch in range(cfg.inner_epochs):
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(len(lengths))
         for rows in np.array_split(order, cfg.n_minibatches):
-            meta = guarded_update(accumulate, rows.tolist(), policy, optimizer, cfg, step, state, first=not done)
-            done.append(meta | extra)
-    if ref_model is not None and cfg.ref_offload: ref_model.to("cpu")
-    return merge_metadata(done)
+            done.append(guarded_update(accumulate, rows.tolist(), policy, optimizer, cfg, step, state, max(lengths), first=not done))
+    if kl_coef and cfg.kl_estimator == "exact" and cfg.ref_offload: ref_model.to("cpu")
+    good = [m for m in done if m["n_tokens"]]
+    meta = merge_metadata(good or done)
+    return meta | {"loss": meta["loss"] / max(1, len(good))}
 
 
-def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, first):
+def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, longest, first):
     """One optimizer step, unless its numbers are bad."""
-    optimizer.zero_grad()
-    reason = ""
+    reason, meta = "", None
     try:
-        try:
-            meta = accumulate(rows, cfg.tokens_per_microbatch)
-        except torch.OutOfMemoryError:
+        while meta is None:
             optimizer.zero_grad()
-            torch.cuda.empty_cache()
-            cfg.tokens_per_microbatch = max(1, cfg.tokens_per_microbatch // 2)
-            print(f"!!! out of GPU memory: going on with tokens_per_microbatch={cfg.tokens_per_microbatch}", flush=True)
-            meta = accumulate(rows, cfg.tokens_per_microbatch)
+            try:
+                meta = accumulate(rows, cfg.tokens_per_microbatch)
+            except torch.OutOfMemoryError:
+                if cfg.tokens_per_microbatch <= longest: raise
+                cfg.tokens_per_microbatch //= 2
+            if meta is None:                               # outside the except: there the failed attempt is still in memory
+                torch.cuda.empty_cache()
+                print(f"!!! out of GPU memory: going on with tokens_per_microbatch={cfg.tokens_per_microbatch}", flush=True)
         meta["grad_norm"] = optimizer.grad_norm(cfg.max_grad_norm)
-        if first and step > 0: check_gap(meta["logp_gap_mean"], policy)
+        if first: check_gap(meta["logp_gap_mean"], policy)
         if not math.isfinite(meta["loss"]): reason = f"the loss is {meta['loss']}"
         elif not math.isfinite(meta["grad_norm"]): reason = f"the gradient norm is {meta['grad_norm']}"
         elif meta["kl_mean"] > cfg.max_kl: reason = f"KL {meta['kl_mean']:.3g} is above max_kl {cfg.max_kl:g}"
@@ -917,7 +926,7 @@ def check_gap(gap, policy):
 def check_reference(policy, ref_model, batch, temperature):
     """Before the first update policy and reference are the same model: a KL that is not 0 to rounding is a mistake."""
     rows = [list(range(min(8, len(batch.labels))))]
-    small = SimpleNamespace(**rows_of(batch, rows[0]))
+    small = SimpleNamespace(**{k: v[rows[0]] for k, v in vars(batch).items()})
     gap = (score(policy, small, rows, temperature) - score(ref_model, small, rows, temperature, policy))[small.mask].abs().mean().item()
     if not gap < (1e-4 if policy.dtype == torch.float32 else 0.05):
         raise RuntimeError(f"KL is not 0 before the first update: log-probs of policy and reference differ by {gap:.3g} on average. Usual "
@@ -932,7 +941,7 @@ def evaluate_model(llm, tokenizer, problems, params, reward_fn=reward_fn, operat
     prompts = [tokenizer.encode(prompt_text(p, tokenizer, operations)) for p in problems]
     responses = rollout_with_vllm(llm, prompts, params, 0, "eval")
     texts = [tokenizer.decode(ids) for ids, *_ in responses]
-    rewards = [reward_fn(t, p) for t, p in zip(texts, problems)]
+    rewards = [checked_reward(reward_fn, t, p) for t, p in zip(texts, problems)]
     samples = [{"prompt": tokenizer.decode(p), "response": t, "reward": r} for p, t, r in zip(prompts[:4], texts, rewards)]
     return {"eval/accuracy": sum(r == 1.0 for r in rewards) / len(rewards), "eval/mean_reward": sum(rewards) / len(rewards),
             "eval/avg_output_tokens": sum(len(ids) for ids, *_ in responses) / len(responses)}, samples
@@ -947,7 +956,8 @@ class Log:
         for name in ("metrics.jsonl", "samples.jsonl"):       # a resumed run repeats the steps after its checkpoint
             path = self.folder / name
             lines = [l for l in path.read_text().splitlines() if complete(l, start_step)] if path.exists() else []
-            path.write_text("".join(l + "\n" for l in lines))
+            path.with_suffix(".tmp").write_text("".join(l + "\n" for l in lines))
+            os.replace(path.with_suffix(".tmp"), path)
         self.tb = SummaryWriter(str(self.folder / "tb"), purge_step=start_step + 1)
         if start_step < 0:
             self.tb.add_text("config", "| name | value |\n|---|---|\n" + "\n".join(f"| {k} | {escape(v)} |" for k, v in config.items()), 0)
@@ -957,18 +967,22 @@ class Log:
                 "entropy": ["Multiline", ["train/entropy"]], "length": ["Multiline", ["train/avg_output_tokens"]]}})
 
     def line(self, name, row):
-        try:
-            with open(self.folder / name, "a") as f: f.write(json.dumps(row) + "\n")
-        except OSError as e:
-            if not self.warned: print(f"!!! cannot write {name}: {e}. Going on without", flush=True)
-            self.warned = True
+        with self.tolerant(name), open(self.folder / name, "a") as f: f.write(json.dumps(row) + "\n")
 
     def write(self, step, metrics):
         row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         self.line("metrics.jsonl", {"step": step} | row)
-        for name, value in row.items():
-            if value is not None: self.tb.add_scalar(name, value, step)
-        self.tb.flush()
+        with self.tolerant("tb/"):
+            for name, value in row.items():
+                if value is not None: self.tb.add_scalar(name, value, step)
+            self.tb.flush()
+
+    @contextlib.contextmanager
+    def tolerant(self, name):
+        try: yield
+        except OSError as e:
+            if not self.warned: print(f"!!! cannot write {name}: {e}. Going on without", flush=True)
+            self.warned = True
 
 
 def complete(line, last_step):
@@ -982,7 +996,7 @@ def escape(value):
     return html.escape("".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in str(value)))
 
 
-def log_train(log, step, n_steps, metrics, with_kl, started, first_step):
+def log_train(step, n_steps, metrics, with_kl, started, first_step):
     eta = (time.time() - started) / max(1, step - first_step) * (n_steps - step)
     m = metrics
     print(f"Step {step} | Loss: {m['train/loss']:.4f} | Grad norm: {m['train/grad_norm']:.4f} | Reward mean: {m['train/reward_mean']:.3f}"
@@ -994,7 +1008,7 @@ def log_train(log, step, n_steps, metrics, with_kl, started, first_step):
 def log_eval(log, step, metrics, samples):
     print(f"Step {step} | Held-out accuracy: {metrics['eval/accuracy']:.1%} | Mean reward: {metrics['eval/mean_reward']:.3f}", flush=True)
     for s in samples: log.line("samples.jsonl", {"step": step} | s)
-    log.tb.add_text("samples", "\n\n".join(f"<pre>{escape(s['prompt'])}\n--> {escape(s['response'])}\nreward {s['reward']}</pre>"
+    with log.tolerant("tb/"): log.tb.add_text("samples", "\n\n".join(f"<pre>{escape(s['prompt'])}\n--> {escape(s['response'])}\nreward {s['reward']}</pre>"
                                            for s in samples), step)
 
 
@@ -1022,7 +1036,7 @@ def crc(path):
 def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
     folder = Path(out_dir) / "checkpoint"
     data = {"masters": [m.detach() for m in optimizer.masters], "adamw": optimizer.adamw.state_dict(), "state": vars(state),
-            "rng": torch.get_rng_state(), "ref": ref_model.state_dict() if ref_model is not None else None}
+            "ref": ref_model.state_dict() if ref_model is not None else None}
 
     def fill(tmp):
         torch.save(data, tmp / "state.pt")
@@ -1030,20 +1044,22 @@ def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
     try:
         write_folder(folder / f"step_{state.step:08d}", fill)
     except (OSError, RuntimeError) as e:        # torch reports a full disk as RuntimeError
+        shutil.rmtree(folder / f"step_{state.step:08d}.tmp", ignore_errors=True)      # on a full disk it would be in the way
         print(f"!!! checkpoint of step {state.step} not written ({e}); the last good one is untouched. Going on", flush=True)
         return
     for old in sorted(folder.glob("step_????????"))[:-keep]: shutil.rmtree(old, ignore_errors=True)
 
 
-def load_checkpoint(out_dir, device):
-    """The newest checkpoint that is whole, or None. Tensors and plain values only: nothing in it can run code."""
+def load_checkpoint(out_dir):
+    """The newest checkpoint that is whole, or None; broken ones go. Tensors and plain values only: nothing in it can run code."""
     for folder in sorted((Path(out_dir) / "checkpoint").glob("step_????????"), reverse=True):
         try:
             meta = json.loads((folder / "meta.json").read_text())
             if crc(folder / "state.pt") != meta["crc32"]: raise ValueError("its checksum is wrong")
-            return torch.load(folder / "state.pt", map_location=device, weights_only=True)
+            return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         except Exception as e:      # whatever is wrong with it, the one before may be good
             print(f"!!! checkpoint {folder} cannot be used ({type(e).__name__}: {str(e)[:100]}); trying the one before", flush=True)
+            folder.rename(folder.with_name(folder.name + ".broken"))
     return None
 
 
@@ -1052,7 +1068,6 @@ def load_checkpoint(out_dir, device):
 
 def adapt_kl_coef(coef, kl, cfg):
     """Keep KL near target_kl. "threshold": a factor when it is far off; "proportional": Ziegler et al. 2019, small steps."""
-    if not math.isfinite(kl): return coef
     if cfg.kl_adaptive_rule == "threshold":
         coef *= 1.5 if kl > 1.5 * cfg.target_kl else 0.75 if kl < 0.5 * cfg.target_kl else 1.0
     else:
@@ -1061,26 +1076,38 @@ def adapt_kl_coef(coef, kl, cfg):
 
 
 KL_COEF_BOUNDS = (1e-5, 10.0)
+FROM_METADATA = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/entropy": "entropy", "train/clip_fraction": "clip_fraction",
+                 "train/approx_kl": "approx_kl", "train/ratio_max": "ratio_max", "train/kl_penalty": "kl_penalty_mean", "kl/mean": "kl_mean",
+                 "kl/max": "kl_max", "kl/min": "kl_min", "kl/clamped_frac": "kl_clamped_frac", "kl/policy_logp_mean": "policy_logp_mean",
+                 "kl/ref_logp_mean": "ref_logp_mean", "rollout/logp_gap_mean": "logp_gap_mean", "rollout/logp_gap_max": "logp_gap_max"}
 
 
 def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpoint=None):
     """GRPO from the given weights, or from a checkpoint of load_checkpoint(). -> metrics of the last evaluation"""
     optimizer = Optimizer(policy, cfg.lr, cfg.weight_decay)
-    state = SimpleNamespace(step=0, kl_coef=kl_coef, lr_scale=1.0, skipped=0, consecutive_skips=0, kl_smooth=math.nan)
+    state = SimpleNamespace(step=0, kl_coef=kl_coef, lr=cfg.lr, lr_scale=1.0, skipped=0, consecutive_skips=0, kl_smooth=math.nan)
     if checkpoint is not None:
-        restore(checkpoint, policy, optimizer, state, ref_model)
+        restore(checkpoint, optimizer, state, ref_model)
+        if not cfg.kl_adaptive or not state.kl_coef: state.kl_coef = kl_coef       # a changed setting counts
+        if state.lr != cfg.lr: state.lr, state.lr_scale = cfg.lr, 1.0
+        for group in optimizer.adamw.param_groups: group["weight_decay"] = cfg.weight_decay
         load_policy_into_vllm_instance(policy, llm)
-    size = dict(n_numbers=cfg.n_numbers, max_number=cfg.max_number, operations=cfg.operations)
+    size = task_size(cfg)
     held_out = held_out_problems(cfg.n_eval, **size)
     params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, cfg.group_size, tokenizer.stop_ids)
     evaluate = lambda: evaluate_model(llm, tokenizer, held_out, params | {"n": 1}, operations=cfg.operations)
     n_prompts, cuda = cfg.rollout_batch_size // cfg.group_size, policy.device.type == "cuda"
+    sleeps = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
     interrupted, result = catch_signals(), {}
-    if state.step == 0:
+    if checkpoint is None:
         result, samples = evaluate()
         log_eval(log, 0, result, samples)
         log.write(0, result)
-    started, first_step = time.time(), state.step
+    started, first_step, saved_step = time.time(), state.step, [state.step if checkpoint is not None else -1]
+
+    def save():
+        save_checkpoint(cfg.out_dir, optimizer, state, ref_model if cfg.ref_update_every else None, cfg.keep)
+        saved_step.append(state.step)
 
     def clock():
         if cuda: torch.cuda.synchronize()
@@ -1097,16 +1124,16 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         advantages, rewards, reward_meta = compute_group_normalized_advantages(
             texts, repeated, reward_fn, cfg.group_size, cfg.advantage_eps, cfg.use_std_normalization)
         batch = make_batch([p for p in prompts for _ in range(cfg.group_size)], [r[0] for r in responses],
-                           [r[1] for r in responses], policy.device)
+                           [r[1] for r in responses], policy.device, cfg.min_tokens)
         t1 = clock()
-        if cfg.vllm_sleep and cuda: llm.sleep(level=2)
+        if sleeps: llm.sleep(level=2)
         if step == 1 and ref_model is not None: check_reference(policy, ref_model, batch, cfg.temperature)
         coef = state.kl_coef * (min(1.0, (step - 1) / cfg.kl_warmup_steps) if cfg.kl_warmup_steps else 1.0)
         meta = update_policy(policy, optimizer, batch, advantages.to(policy.device), cfg, step, state, ref_model, coef)
         t2 = clock()
-        if cfg.vllm_sleep and cuda: llm.wake_up(tags=["weights"])
+        if sleeps: llm.wake_up(tags=["weights"])
         load_policy_into_vllm_instance(policy, llm)
-        if cfg.vllm_sleep and cuda: llm.wake_up(tags=["kv_cache"])
+        if sleeps: llm.wake_up(tags=["kv_cache"])
         t3 = clock()
 
         tokens = sum(len(ids) for ids, *_ in responses)
@@ -1116,22 +1143,16 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
             "train/answer_frac": sum(extract_answer(t) is not None for t in texts) / len(texts),
             "train/truncated_frac": sum(not finished for *_, finished in responses) / len(responses),
             "train/avg_output_tokens": tokens / len(responses), "train/skipped_steps": state.skipped,
-            "train/loss": meta["loss"], "train/grad_norm": meta["grad_norm"], "train/entropy": meta.get("entropy", math.nan),
-            "train/clip_fraction": meta.get("clip_fraction", math.nan), "train/approx_kl": meta.get("approx_kl", math.nan),
-            "train/ratio_max": meta.get("ratio_max", math.nan), "train/lr": optimizer.adamw.param_groups[0]["lr"],
-            "train/kl_penalty": meta.get("kl_penalty_mean", math.nan), "train/kl_coef": coef,
-            "kl/mean": meta.get("kl_mean", math.nan), "kl/max": meta.get("kl_max", math.nan), "kl/min": meta.get("kl_min", math.nan),
-            "kl/clamped_frac": meta.get("kl_clamped_frac", math.nan), "kl/policy_logp_mean": meta.get("policy_logp_mean", math.nan),
-            "kl/ref_logp_mean": meta.get("ref_logp_mean", math.nan),
-            "rollout/logp_gap_mean": meta.get("logp_gap_mean", math.nan), "rollout/logp_gap_max": meta.get("logp_gap_max", math.nan),
+            "train/lr": optimizer.adamw.param_groups[0]["lr"], "train/kl_coef": coef,
+            **{name: meta.get(key, math.nan) for name, key in FROM_METADATA.items()},
             "time/rollout": t1 - t0, "time/train": t2 - t1, "time/sync": t3 - t2, "time/step": t3 - t0,
             "perf/tokens_per_s": tokens / (t3 - t0)}
         if "response_kl" in meta:
-            log.tb.add_histogram("kl/per_response", np.array(meta["response_kl"]), step)
+            with log.tolerant("tb/"): log.tb.add_histogram("kl/per_response", np.array(meta["response_kl"]), step)
             if cfg.kl_in == "reward":
                 metrics["train/penalised_reward"] = reward_meta["mean"] - coef * float(np.mean(meta["response_kl"]))
         follow_kl(metrics, state, cfg, ref_model is not None)
-        log_train(log, step, cfg.n_grpo_steps, metrics, ref_model is not None, started, first_step)
+        log_train(step, cfg.n_grpo_steps, metrics, ref_model is not None, started, first_step)
         if ref_model is not None and cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
         if step % cfg.eval_every == 0 or step == cfg.n_grpo_steps:
@@ -1139,16 +1160,16 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
             log_eval(log, step, result, samples)
             metrics |= result
         log.write(step, metrics)
-        if interrupted or step == cfg.n_grpo_steps or (cfg.save_every and step % cfg.save_every == 0):
-            save_checkpoint(cfg.out_dir, optimizer, state, ref_model if cfg.ref_update_every else None, cfg.keep)
+        if cfg.save_every and step % cfg.save_every == 0: save()
+    if saved_step[-1] != state.step: save()                # at the end, or on Ctrl-C
     return result, state.step
 
 
 def follow_kl(metrics, state, cfg, with_kl):
     """Adapt the coefficient, and warn once about what people should look at."""
     kl = metrics["kl/mean"]
-    if with_kl and cfg.kl_adaptive and cfg.target_kl:
-        state.kl_smooth = kl if not math.isfinite(state.kl_smooth) else 0.7 * state.kl_smooth + 0.3 * kl if math.isfinite(kl) else state.kl_smooth
+    if with_kl and cfg.kl_adaptive and math.isfinite(kl):
+        state.kl_smooth = kl if math.isnan(state.kl_smooth) else 0.7 * state.kl_smooth + 0.3 * kl
         state.kl_coef = adapt_kl_coef(state.kl_coef, state.kl_smooth, cfg)
     if with_kl and kl > 0.2: warn_once(f"KL {kl:.3f} per token is above 0.2: the policy is far from the reference (KL.md: warning signs)")
     if metrics["train/frac_groups_zero_std"] == 1: warn_once("every group has equal rewards: there is nothing to learn from (README: no learning)")
@@ -1175,12 +1196,11 @@ def catch_signals():
 
 
 @torch.no_grad()
-def restore(checkpoint, policy, optimizer, state, ref_model):
+def restore(checkpoint, optimizer, state, ref_model):
     for master, saved in zip(optimizer.masters, checkpoint["masters"], strict=True): master.copy_(saved)
     optimizer.round_masters()
     optimizer.adamw.load_state_dict(checkpoint["adamw"])
     vars(state).update(checkpoint["state"])
-    torch.set_rng_state(checkpoint["rng"].cpu())
     if checkpoint["ref"] is not None and ref_model is not None: ref_model.load_state_dict(checkpoint["ref"])
 
 
@@ -1248,8 +1268,8 @@ def check_config(cfg):
         need(cfg.kl_in == "loss" or cfg.kl_estimator == "k1", f'kl_in="reward" works with k1 alone (KL.md): add '
              f"--kl_estimator=k1 (it is {cfg.kl_estimator!r})")
         need(not (cfg.kl_adaptive and not cfg.kl_coef), "kl_adaptive needs a kl_coef above 0 to start from")
-        need(not (cfg.ref_update_every and cfg.lora_rank), "ref_update_every cannot be used with lora_rank: there the reference is the "
-             "model without its adapters")
+        for name in ("ref_update_every", "ref_offload"):
+            need(not (getattr(cfg, name) and cfg.lora_rank), f"{name} cannot be used with lora_rank: there the reference is the model without its adapters")
     else:
         for name in ("kl_adaptive", "kl_warmup_steps", "ref_update_every", "ref_offload"):
             need(not getattr(cfg, name), f"{name} is set, but the KL penalty is off: add --use_kl_penalty=True")
@@ -1263,13 +1283,15 @@ MUST_MATCH = ("model_id", "seed", "lora_rank", "n_numbers", "max_number", "opera
 
 
 def prepare_out_dir(cfg):
-    """-> the checkpoint to go on from, or None for a new run. Files of a finished run are moved aside, never deleted."""
+    """-> the checkpoint to go on from, or None for a new run. Writes nothing yet."""
     out = Path(cfg.out_dir)
     parent = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to out_dir {cfg.out_dir!r}: choose another with --out_dir=...")
-    if out.exists() and not (out / "config.json").exists() and {p.name for p in out.iterdir()} - {"warm_start", "warm_start.tmp"}:
+    if out.exists() and not (out / "config.json").exists() and any(not p.name.startswith(("warm_start", "previous-")) for p in out.iterdir()):
         raise UserError(f"out_dir {cfg.out_dir!r} holds files of something else: choose another with --out_dir=...")
+    if cfg.resume and cfg.overwrite:
+        raise UserError("--resume=True goes on, --overwrite=True starts anew: choose one")
     steps = sorted((out / "checkpoint").glob("step_????????"))
     if cfg.resume and not steps:
         raise UserError(f"--resume=True, but there is no checkpoint in {cfg.out_dir!r}")
@@ -1285,11 +1307,17 @@ def prepare_out_dir(cfg):
                             "--resume=True goes on with the new ones, --overwrite=True starts anew, --out_dir=... keeps both")
         if unfinished or cfg.resume:
             for name, change in changed.items(): print(f"changed on resume: {name}: {change}")
-            if (saved := load_checkpoint(out, cfg.device)) is None:
+            if (saved := load_checkpoint(out)) is None:
                 raise UserError(f"no checkpoint in {cfg.out_dir!r} can be read: --overwrite=True starts anew")
             print(f"resuming the run in {out} after step {saved['state']['step']}", flush=True)
             return saved
-    if (out / "config.json").exists():
+    return None
+
+
+def claim_out_dir(cfg, resumed):
+    """Everything has been checked: move the files of an earlier run aside (its checkpoints go), and begin."""
+    out = Path(cfg.out_dir)
+    if (out / "config.json").exists() and not resumed:
         aside = next(p for i in range(1, 10**6) if not (p := out / f"previous-{i}").exists())
         aside.mkdir()
         for name in RUN_FILES:
@@ -1297,12 +1325,13 @@ def prepare_out_dir(cfg):
         shutil.rmtree(out / "checkpoint", ignore_errors=True)
         print(f"the run that was in {out} is now in {aside}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    return None
+    (out / "config.json").write_text(json.dumps(vars(cfg), indent=1))
 
 
 def check_prompts(cfg, tokenizer, policy):
     """Before anything is started: do prompts and responses fit?"""
-    size = dict(n_numbers=cfg.n_numbers, max_number=cfg.max_number, operations=cfg.operations)
+    size = task_size(cfg)
+    held_out_problems(cfg.n_eval, **size)
     longest = max(len(tokenizer.encode(prompt_text(make_problem(0, i, **size), tokenizer, cfg.operations))) for i in range(200))
     if longest > cfg.max_prompt_tokens:
         raise UserError(f"a prompt has {longest} tokens, max_prompt_tokens is {cfg.max_prompt_tokens}: raise it")
@@ -1322,29 +1351,37 @@ def load_warm_start(policy, tokenizer, cfg):
         policy.load_state_dict(weights)
         return
     print("warm start: teaching the tiny model solved problems (kept for the next run)", flush=True)
-    size = dict(n_numbers=cfg.n_numbers, max_number=cfg.max_number, operations=cfg.operations)
+    size = task_size(cfg)
 
     def examples(step, batch=128):
         problems = [make_problem(cfg.seed, step * batch + i, "train", **size) for i in range(batch)]
         return [(prompt_text(p, tokenizer), f"<answer>{p['solution']}</answer>") for p in problems]
-    warm_start(policy, tokenizer, examples, cfg.warm_start_steps)
+    dtype = policy.dtype
+    warm_start(policy.float(), tokenizer, examples, cfg.warm_start_steps)
 
     def fill(tmp):
         save_model(policy, tokenizer, tmp)
         (tmp / "key").write_text(key)
     write_folder(folder, fill)
+    policy.to(dtype)
 
 
 def save_model(policy, tokenizer, folder):
+    """A complete model in Hugging Face format. With LoRA the adapters are merged into it, and kept apart in adapter/ as well."""
+    if getattr(policy, "_hf_peft_config_loaded", False):
+        policy.save_pretrained(folder / "adapter")
+        merged = {k: v.to(policy.dtype).cpu() for k, v in vllm_weights(policy)}
+        policy = AutoModelForCausalLM.from_config(policy.config).to(policy.dtype)
+        policy.load_state_dict(merged)
     policy.save_pretrained(folder)
     tokenizer.save(folder)
 
 
 def report(cfg, step, log):
-    rows = [json.loads(l) for l in (log.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(l) for l in (log.folder / "metrics.jsonl").read_text().splitlines() if complete(l, step)]
     scores = [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
     out = log.folder
-    log.tb.close()
+    with log.tolerant("tb/"): log.tb.close()
     if step < cfg.n_grpo_steps:
         print(f"\nStopped after step {step} of {cfg.n_grpo_steps}. The same command goes on from there.")
     elif scores:
@@ -1359,21 +1396,22 @@ def main(argv=None):
     cuda = torch.cuda.is_available()
     model_id = given.get("model_id", "Qwen/Qwen3-1.7B" if cuda else "tiny")
     tiny = model_id == "tiny"
+    gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else 0
     # ------------------------------------------------------------------------------------------------- hyperparameters
     cfg = SimpleNamespace(
         # model
         model_id=model_id,                  # "tiny", a local folder, or a hub name
         device="cuda" if cuda else "cpu",
         lora_rank=0,                        # > 0: train adapters of this rank instead of all weights
-        gradient_checkpointing=not tiny,    # a third more compute for a fraction of the activation memory
+        gradient_checkpointing=not tiny and gpu_gib < 70,     # a fifth more time for a fraction of the activation memory
         compile=cuda and not tiny,          # torch.compile the decoder layers (a minute at the start)
         # run
         seed=42,
         out_dir="out",
-        n_grpo_steps=150 if tiny else 200,
-        eval_every=50 if tiny else 20,
+        n_grpo_steps=100 if tiny else 200,
+        eval_every=20,
         n_eval=500 if tiny else 200,        # held-out problems
-        save_every=25 if tiny else 50,      # checkpoint every so many steps; 0: only at the end and on Ctrl-C
+        save_every=20 if tiny else 50,      # checkpoint every so many steps; 0: only at the end and on Ctrl-C
         keep=2,                             # checkpoints kept
         resume=False,                       # True: go on from the checkpoint even if hyperparameters changed
         overwrite=False,                    # True: start anew where out_dir holds another, unfinished run
@@ -1381,7 +1419,7 @@ def main(argv=None):
         n_numbers=3,
         max_number=20 if tiny else 50,
         operations="+-" if tiny else "+-*/",
-        warm_start_steps=300,               # supervised steps on solved problems; the tiny model only
+        warm_start_steps=250,               # supervised steps on solved problems; the tiny model only
         # rollout
         use_vllm=True,                      # False: the torch sampler
         rollout_batch_size=256 if tiny else 128,     # responses per step
@@ -1431,7 +1469,7 @@ def main(argv=None):
     print(f"{cfg.model_id}: {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters, {policy.dtype} on {cfg.device} | "
           f"{cfg.rollout_batch_size // cfg.group_size} prompts x {cfg.group_size} responses a step", flush=True)
     check_prompts(cfg, tokenizer, policy)
-    (out / "config.json").write_text(json.dumps(vars(cfg), indent=1))
+    claim_out_dir(cfg, saved is not None)
     if tiny: load_warm_start(policy, tokenizer, cfg)
     if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.seed)
     ref_model = None
