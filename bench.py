@@ -15,10 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 SIZES = {   # the shapes of the Qwen3 family
-    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8),
-    "1.7b": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8),
-    "4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8),
-    "8b": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False),
+    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                 num_key_value_heads=8),
+    "1.7b": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+                 num_key_value_heads=8),
+    "4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+               num_key_value_heads=8),
+    "8b": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+               num_key_value_heads=8, tie_word_embeddings=False),
 }
 
 
@@ -26,7 +30,8 @@ def make_model(size, device):
     if size == "tiny":
         return s.init_policy("tiny", device)[0]
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=151936, head_dim=128, max_position_embeddings=40960, rope_theta=1e6, **{"tie_word_embeddings": True} | SIZES[size])
+    config = Qwen3Config(vocab_size=151936, head_dim=128, max_position_embeddings=40960, rope_theta=1e6,
+                         **{"tie_word_embeddings": True} | SIZES[size])
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").train()
@@ -55,17 +60,20 @@ class Phases:
 
 
 def flops(model, tokens, head_tokens, length):
-    """Forward + backward: 6 per weight and token, plus causal attention; the head only where a response token is predicted."""
+    """Forward + backward: 6 per weight and token, plus causal attention; the head only where a response
+    token is predicted."""
     head = model.get_output_embeddings().weight.numel()
     body = sum(p.numel() for p in model.base_model.layers.parameters())
     c = model.config
-    attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length * tokens      # 12 * layers * width * T / 2
+    # 12 * layers * width * T / 2
+    attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length * tokens
     return 6 * body * tokens + 6 * head * head_tokens + attention
 
 
 def matmul_rate(cuda):
     n = 8192 if cuda else 1024
-    a, b = (torch.randn(n, n, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else torch.float32) for _ in range(2))
+    a, b = (torch.randn(n, n, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else torch.float32)
+            for _ in range(2))
     for _ in range(3): a @ b
     if cuda: torch.cuda.synchronize()
     start = time.perf_counter()
@@ -83,7 +91,8 @@ def ours(o):
     if o.compile: [s.compile_layers(m) for m in (policy, ref) if m is not None]
     weights = torch.cuda.memory_allocated() if cuda else 0
     start = time.perf_counter()
-    llm = s.TorchSampler(policy) if not o.vllm else s.init_vllm(policy, o.prompt_tokens + o.new_tokens, o.prompts * o.group, o.gpu_mem_util, o.eager, o.sleep)
+    llm = s.TorchSampler(policy) if not o.vllm else s.init_vllm(
+        policy, o.prompt_tokens + o.new_tokens, o.prompts * o.group, o.gpu_mem_util, o.eager, o.sleep)
     print(f"sampler started in {time.perf_counter() - start:.0f} s", flush=True)
     engine = torch.cuda.memory_allocated() - weights if cuda else 0
     optimizer = s.Optimizer(policy, 1e-6)
@@ -91,10 +100,11 @@ def ours(o):
     phases.wrap(s, "score", "ref_log_probs")
     phases.wrap(s, "grpo_microbatch_step", "forward_backward")
     phases.wrap(optimizer, "step", "optimizer")
-    cfg = SimpleNamespace(loss_type="grpo", max_tokens=o.new_tokens, temperature=1.0, clip_range=0.2, clip_range_high=0.0, mismatch_cap=2.0,
-                          kl_estimator=o.kl_estimator, kl_importance_weight=True, kl_in="loss", ref_offload=False, inner_epochs=1, n_minibatches=1,
-                          gradient_accumulation_steps=1, tokens_per_microbatch=o.tokens_per_microbatch, seed=0, max_grad_norm=1.0, max_kl=1e9,
-                          warmup_steps=0, max_consecutive_skips=1)
+    cfg = SimpleNamespace(loss_type="grpo", max_tokens=o.new_tokens, temperature=1.0, clip_range=0.2,
+                          clip_range_high=0.0, mismatch_cap=2.0, kl_estimator=o.kl_estimator, kl_importance_weight=True,
+                          kl_in="loss", ref_offload=False, inner_epochs=1, n_minibatches=1,
+                          gradient_accumulation_steps=1, tokens_per_microbatch=o.tokens_per_microbatch, seed=0,
+                          max_grad_norm=1.0, max_kl=1e9, warmup_steps=0, max_consecutive_skips=1)
     state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
     params = s.init_sampling_params(1.0, 0, o.new_tokens, o.group, []) | ({"ignore_eos": True} if o.vllm else {})
     g = torch.Generator().manual_seed(0)
@@ -107,7 +117,8 @@ def ours(o):
         responses = s.rollout_with_vllm(llm, prompts, params, 0, step)
         t1 = phases.clock()
         if o.sleep: llm.sleep(level=2)
-        batch = s.make_batch([p for p in prompts for _ in range(o.group)], [r[0] for r in responses], [r[1] for r in responses], o.device)
+        batch = s.make_batch([p for p in prompts for _ in range(o.group)], [r[0] for r in responses],
+                             [r[1] for r in responses], o.device)
         advantages = torch.randn(len(responses), generator=g).to(o.device)
         if cuda: torch.cuda.reset_peak_memory_stats()
         t2 = phases.clock()
@@ -119,12 +130,13 @@ def ours(o):
         if o.sleep: llm.wake_up(tags=["kv_cache"])
         t4 = phases.clock()
         row = {"step": t4 - t0, "rollout": t1 - t0, **phases.seconds, "update": t3 - t2, "sync": t4 - t3}
-        print(f"{'warm-up' if step <= o.warmup else 'step'} {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
+        print(f"{'warm-up' if step <= o.warmup else 'step'} {step}: "
+              + ", ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
         if step > o.warmup: rows.append(row)
     median = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
     n, tokens = o.prompts * o.group, o.prompts * o.group * (o.prompt_tokens + o.new_tokens)
     work = flops(policy, tokens, n * o.new_tokens, o.prompt_tokens + o.new_tokens)
-    fixed = 16 * sum(p.numel() for p in policy.parameters()) if cuda else 0       # float32 masters, gradients, two moments
+    fixed = 16 * sum(p.numel() for p in policy.parameters()) if cuda else 0    # float32 masters, gradients, 2 moments
     return {"seconds": median, "tokens_per_s": tokens / median["step"], "matmul_tflops": rate / 1e12,
             "forward_backward_utilisation": work / median["forward_backward"] / rate,
             "peak_training_gib": peak / 2**30, "peak_above_engine_gib": (peak - engine) / 2**30,
@@ -152,19 +164,25 @@ def trl(o):
             stamps.append(time.perf_counter())
     import random
     rng = random.Random(0)
-    data = Dataset.from_list([{"prompt": "".join(rng.choice("abcdefghij") for _ in range(o.prompt_tokens))} for _ in range(o.prompts * (o.warmup + o.steps + 1))])
+    data = Dataset.from_list([{"prompt": "".join(rng.choice("abcdefghij") for _ in range(o.prompt_tokens))}
+                              for _ in range(o.prompts * (o.warmup + o.steps + 1))])
     config = GRPOConfig(
-        output_dir=folder + "/out", per_device_train_batch_size=o.trl_microbatch, gradient_accumulation_steps=o.prompts * o.group // o.trl_microbatch,
-        num_generations=o.group, max_completion_length=o.new_tokens, beta=0.04 if o.kl else 0.0, learning_rate=1e-6, max_steps=o.warmup + o.steps,
-        bf16=o.device == "cuda", gradient_checkpointing=o.checkpointing, use_vllm=o.vllm, logging_steps=1, save_strategy="no", report_to=[],
-        model_init_kwargs={"dtype": "bfloat16" if o.device == "cuda" else "float32"}, use_cpu=o.device != "cuda", disable_tqdm=True,
-        generation_kwargs={"ignore_eos": True} if o.vllm else {"min_new_tokens": o.new_tokens},
-        **(dict(vllm_mode="colocate", vllm_gpu_memory_utilization=o.gpu_mem_util, vllm_max_model_length=o.prompt_tokens + o.new_tokens + 8) if o.vllm else {}))
-    trainer = GRPOTrainer(model=folder, reward_funcs=lambda completions, **kw: [rng.random() for _ in completions], args=config, train_dataset=data, callbacks=[Clock()])
+        output_dir=folder + "/out", per_device_train_batch_size=o.trl_microbatch,
+        gradient_accumulation_steps=o.prompts * o.group // o.trl_microbatch, num_generations=o.group,
+        max_completion_length=o.new_tokens, beta=0.04 if o.kl else 0.0, learning_rate=1e-6,
+        max_steps=o.warmup + o.steps, bf16=o.device == "cuda", gradient_checkpointing=o.checkpointing, use_vllm=o.vllm,
+        logging_steps=1, save_strategy="no", report_to=[],
+        model_init_kwargs={"dtype": "bfloat16" if o.device == "cuda" else "float32"}, use_cpu=o.device != "cuda",
+        disable_tqdm=True, generation_kwargs={"ignore_eos": True} if o.vllm else {"min_new_tokens": o.new_tokens},
+        **(dict(vllm_mode="colocate", vllm_gpu_memory_utilization=o.gpu_mem_util,
+                vllm_max_model_length=o.prompt_tokens + o.new_tokens + 8) if o.vllm else {}))
+    trainer = GRPOTrainer(model=folder, reward_funcs=lambda completions, **kw: [rng.random() for _ in completions],
+                          args=config, train_dataset=data, callbacks=[Clock()])
     if o.device == "cuda": torch.cuda.reset_peak_memory_stats()
     trainer.train()
     steps = [b - a for a, b in zip(stamps[o.warmup - 1:], stamps[o.warmup:])]
-    return {"seconds": {"step": statistics.median(steps)}, "peak_training_gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else 0.0}
+    return {"seconds": {"step": statistics.median(steps)},
+            "peak_training_gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else 0.0}
 
 
 def main():
@@ -172,11 +190,14 @@ def main():
     given = s.parse_arguments(sys.argv[1:])
     size = given.get("size", "1.7b" if cuda else "tiny")
     tiny = size == "tiny"
-    o = SimpleNamespace(size=size, device="cuda" if cuda else "cpu", prompts=16, group=8, prompt_tokens=16 if tiny else 128, new_tokens=32 if tiny else 256,
-                        steps=5, warmup=2, kl=False, kl_estimator="k3", checkpointing=not tiny, compile=cuda and not tiny, vllm=True, eager=False, sleep=False,
-                        gpu_mem_util=0.3, tokens_per_microbatch=16384, peer="", trl_microbatch=128 if tiny else 16, sweep=False, only="")
+    o = SimpleNamespace(size=size, device="cuda" if cuda else "cpu", prompts=16, group=8,
+                        prompt_tokens=16 if tiny else 128, new_tokens=32 if tiny else 256, steps=5, warmup=2, kl=False,
+                        kl_estimator="k3", checkpointing=not tiny, compile=cuda and not tiny, vllm=True, eager=False,
+                        sleep=False, gpu_mem_util=0.3, tokens_per_microbatch=16384, peer="",
+                        trl_microbatch=128 if tiny else 16, sweep=False, only="")
     s.override(o, given)
-    if size != "tiny" and size not in SIZES: raise s.UserError(f"size must be tiny or one of {', '.join(SIZES)}, got {size!r}")
+    if size != "tiny" and size not in SIZES:
+        raise s.UserError(f"size must be tiny or one of {', '.join(SIZES)}, got {size!r}")
     if o.peer not in ("", "trl"): raise s.UserError(f"peer must be trl, got {o.peer!r}")
     if o.only == "trl":
         print(json.dumps(trl(o)))
@@ -193,7 +214,8 @@ def main():
     if o.peer and not o.sweep:
         result["trl"] = again(["--only=trl", "--peer="])
         result["ratio_to_trl"] = result["ours"]["seconds"]["step"] / result["trl"]["seconds"]["step"]
-        print(f"ours {result['ours']['seconds']['step']:.3f} s per step, TRL {result['trl']['seconds']['step']:.3f} s: ratio {result['ratio_to_trl']:.2f}")
+        print(f"ours {result['ours']['seconds']['step']:.3f} s per step, TRL {result['trl']['seconds']['step']:.3f} s: "
+              f"ratio {result['ratio_to_trl']:.2f}")
     print(json.dumps(result))
 
 

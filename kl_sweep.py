@@ -3,9 +3,10 @@
     python kl_sweep.py              the table and the picture of KL.md (about 20 minutes on two cores)
     python kl_sweep.py --quick=True a small version, to see it work (about 3 minutes)
 
-The warm start teaches the model two skills: Countdown, and adding up three numbers. GRPO then trains Countdown
-alone. For every run: held-out Countdown accuracy (sampled), the exact KL to the start per token, and how much of the second
-skill is left (greedy, so that it measures what the model knows, not how sure it is). Runs that are done are not run again.
+The warm start teaches the model two skills: Countdown, and adding up three numbers. GRPO then trains Countdown alone.
+For every run: held-out Countdown accuracy (sampled), the exact KL to the start per token, and how much of the second
+skill is left (greedy, so that it measures what the model knows, not how sure it is). Runs that are done are not run
+again.
 Writes assets/kl_sweep.md, .png and .json."""
 import contextlib, io, json, random, statistics, sys, time, zlib
 from pathlib import Path
@@ -57,7 +58,8 @@ def measure(folder, start, n=500):
     b = s.make_batch(prompts, [r[0] for r in responses])
     kl = s.token_stats(policy, b.input_ids, b.labels, b.mask, ref_model=ref)[3][b.mask].mean().item()
     questions = [second_skill("test", i) for i in range(300)]
-    answers = s.rollout_with_vllm(sampler, [tokenizer.encode(q) for q, _ in questions], params | {"temperature": 0.0}, 0, "eval")
+    answers = s.rollout_with_vllm(sampler, [tokenizer.encode(q) for q, _ in questions], params | {"temperature": 0.0},
+                                  0, "eval")
     kept = sum(tokenizer.decode(ids) == want for (ids, *_), (_, want) in zip(answers, questions)) / len(questions)
     return {"accuracy": metrics["eval/accuracy"], "kl": kl, "second_skill": kept}
 
@@ -68,12 +70,15 @@ def run(out, name, start, seed, steps, flags):
     if done.exists(): return json.loads(done.read_text())
     begin = time.time()
     with contextlib.redirect_stdout(io.StringIO()):
-        s.main(["--model_id=" + str(start), "--device=cpu", "--use_vllm=False", f"--seed={seed}", f"--out_dir={folder}", "--overwrite=True", f"--n_grpo_steps={steps}",
-                "--rollout_batch_size=256", "--group_size=8", "--lr=4e-4", "--max_tokens=24", "--max_prompt_tokens=32", "--n_eval=50", f"--eval_every={steps}", "--save_every=0",
-                "--n_numbers=3", "--max_number=20", "--operations=+-", "--gradient_checkpointing=False", "--max_kl=1e9", *flags])
+        s.main(["--model_id=" + str(start), "--device=cpu", "--use_vllm=False", f"--seed={seed}", f"--out_dir={folder}",
+                "--overwrite=True", f"--n_grpo_steps={steps}", "--rollout_batch_size=256", "--group_size=8",
+                "--lr=4e-4", "--max_tokens=24", "--max_prompt_tokens=32", "--n_eval=50", f"--eval_every={steps}",
+                "--save_every=0", "--n_numbers=3", "--max_number=20", "--operations=+-",
+                "--gradient_checkpointing=False", "--max_kl=1e9", *flags])
     result = measure(folder / "model", start) | {"minutes": (time.time() - begin) / 60}
     done.write_text(json.dumps(result))
-    print(f"{name}, {start.name}: accuracy {result['accuracy']:.1%}, KL {result['kl']:.4f}, second skill {result['second_skill']:.1%} ({result['minutes']:.1f} min)", flush=True)
+    print(f"{name}, {start.name}: accuracy {result['accuracy']:.1%}, KL {result['kl']:.4f}, "
+          f"second skill {result['second_skill']:.1%} ({result['minutes']:.1f} min)", flush=True)
     return result
 
 
@@ -90,13 +95,18 @@ def main():
         make_start(start, seed, o.warm_start_steps)
         runs = {"start": None}
         runs |= {f"kl_coef {c:g}": ["--use_kl_penalty=True", f"--kl_coef={c}"] if c else [] for c in coefficients}
-        runs |= {name: ["--use_kl_penalty=True", f"--kl_coef={o.kl_coef}", *flags] for name, flags in estimators.items()}
+        runs |= {name: ["--use_kl_penalty=True", f"--kl_coef={o.kl_coef}", *flags]
+                 for name, flags in estimators.items()}
         for name, flags in runs.items():
-            table.append((name, measure(start, start) if flags is None else run(out, name, start, seed, o.steps, flags)))
+            table.append((name, measure(start, start) if flags is None
+                          else run(out, name, start, seed, o.steps, flags)))
     names = list(dict.fromkeys(name for name, _ in table))
-    mean = {name: {k: (statistics.mean(v), (max(v) - min(v)) / 2) for k in ("accuracy", "kl", "second_skill") if (v := [r[k] for n, r in table if n == name])} for name in names}
-    lines = [f"| run ({o.seeds} seeds, {o.steps} steps) | held-out accuracy | KL to the start, per token | second skill kept |", "|---|---|---|---|"]
-    lines += [f"| {n}{'' if n.startswith(('start', 'kl_coef')) else f', kl_coef {o.kl_coef:g}'} | {m['accuracy'][0]:.1%} ± {m['accuracy'][1]:.1%} | {m['kl'][0]:.4f} ± {m['kl'][1]:.4f} | "
+    mean = {name: {k: (statistics.mean(v), (max(v) - min(v)) / 2) for k in ("accuracy", "kl", "second_skill")
+                   if (v := [r[k] for n, r in table if n == name])} for name in names}
+    lines = [f"| run ({o.seeds} seeds, {o.steps} steps) | held-out accuracy | KL to the start, per token | "
+             "second skill kept |", "|---|---|---|---|"]
+    lines += [f"| {n}{'' if n.startswith(('start', 'kl_coef')) else f', kl_coef {o.kl_coef:g}'} | "
+              f"{m['accuracy'][0]:.1%} ± {m['accuracy'][1]:.1%} | {m['kl'][0]:.4f} ± {m['kl'][1]:.4f} | "
               f"{m['second_skill'][0]:.1%} ± {m['second_skill'][1]:.1%} |" for n, m in mean.items()]
     text = "\n".join(lines) + "\n"
     assets = out if o.quick else Path("assets")
@@ -114,14 +124,16 @@ def draw(mean, coefficients, coefficient, estimators, path):
     fig, axes = plt.subplots(1, 2, figsize=(11, 4))
     names = [f"kl_coef {c:g}" for c in coefficients]
     for key, label in (("accuracy", "Countdown accuracy"), ("second_skill", "second skill kept")):
-        axes[0].errorbar(range(len(names)), [mean[n][key][0] for n in names], [mean[n][key][1] for n in names], marker="o", capsize=3, label=label)
+        axes[0].errorbar(range(len(names)), [mean[n][key][0] for n in names], [mean[n][key][1] for n in names],
+                         marker="o", capsize=3, label=label)
     axes[0].set_xticks(range(len(names)), [n.split()[1] for n in names])
     axes[0].axhline(mean["start"]["accuracy"][0], ls=":", color="C0", label="accuracy at the start")
     axes[0].set_xlabel("kl_coef"), axes[0].set_ylim(0, 1.02), axes[0].legend(), axes[0].set_title("the coefficient")
     twin = [f"kl_coef {coefficient:g}", *estimators, "kl_coef 0"]
     axes[1].barh(range(len(twin)), [mean[n]["kl"][0] for n in twin], xerr=[mean[n]["kl"][1] for n in twin], capsize=3)
     axes[1].set_yticks(range(len(twin)), ["k3, weighted (default)", *estimators, "no penalty"])
-    axes[1].invert_yaxis(), axes[1].set_xlabel("exact KL to the start, per token"), axes[1].set_title("the estimator, same coefficient")
+    (axes[1].invert_yaxis(), axes[1].set_xlabel("exact KL to the start, per token"),
+     axes[1].set_title("the estimator, same coefficient"))
     fig.tight_layout(), fig.savefig(path, dpi=110)
 
 

@@ -1,6 +1,7 @@
 """GRPO for language models in one file: read it top to bottom, edit `main()`, run it.
 
-    python starter.py                                    train (a GPU: Qwen/Qwen3-1.7B; no GPU: a tiny built-in model, minutes)
+    python starter.py                                    train (a GPU: Qwen/Qwen3-1.7B;
+                                                         no GPU: a tiny built-in model, minutes)
     python starter.py --model_id=path/to/model --lr=1e-6 any hyperparameter of main() can be set as --name=value
     python starter.py --use_kl_penalty=True              with a KL penalty towards the starting model (KL.md)
     python starter.py --resume=True                      go on after an interruption (Ctrl-C saves a checkpoint first)
@@ -17,12 +18,13 @@ Choices, and why:
 - The KL term has the gradient of KL(policy || reference); the usual one, k3 in the loss, has another (KL.md).
 """
 import os
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"      # the engine lives in this process: weights reach it without copies
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"      # the engine is in this process: weights reach it uncopied
 for _name, _value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("TORCH_LOGS", "-all"),
                       ("VLLM_NO_USAGE_STATS", "1"), ("TOKENIZERS_PARALLELISM", "false"),
                       ("TRANSFORMERS_VERBOSITY", "error")):
     os.environ.setdefault(_name, _value)                # before the imports below; set them yourself to see more
-import contextlib, copy, difflib, hashlib, html, inspect, json, math, random, re, shutil, signal, sys, tempfile, time, warnings, zlib
+import contextlib, copy, difflib, hashlib, html, inspect, json, math, random, re
+import shutil, signal, sys, tempfile, time, warnings, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,13 +56,14 @@ class BadNumbers(Exception):
 # 1. The task: Countdown. Make the target from the given numbers, each used exactly once.
 
 def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operations="+-*"):
-    """One solvable problem: a function of its arguments alone. Which split a problem belongs to is a hash of the problem
-    itself (numbers in any order, and target), so training and held-out problems never meet, whatever the seed."""
+    """One solvable problem: a function of its arguments alone. Which split a problem belongs to is a hash
+    of the problem itself (numbers in any order, and target), so training and held-out problems never meet,
+    whatever the seed."""
     rng = random.Random(f"{seed}/{split}/{index}")
     for _ in range(100_000):
         numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
         parts = [(str(n), n, 9) for n in numbers]        # (text, value, how tightly it binds)
-        while len(parts) > 1:                            # join two random parts until one is left: it solves the problem
+        while len(parts) > 1:                            # join two random parts until one is left: the solution
             (a, x, p), (b, y, q) = parts.pop(rng.randrange(len(parts))), parts.pop(rng.randrange(len(parts)))
             op = rng.choice(operations)
             bind = 1 if op in "+-" else 2
@@ -77,7 +80,8 @@ def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operatio
         held_out = zlib.crc32(f"{sorted(numbers)}={target}".encode()) % 5 == 0
         if 0 < target < 100 and held_out == (split != "train"):
             return {"numbers": numbers, "target": target, "solution": parts[0][0]}
-    raise UserError(f"no Countdown problem found with {n_numbers} numbers up to {max_number} and {operations!r} whose target is between 1 and 99")
+    raise UserError(f"no Countdown problem found with {n_numbers} numbers up to {max_number} and {operations!r} "
+                    "whose target is between 1 and 99")
 
 
 def task_size(cfg):
@@ -89,8 +93,8 @@ def held_out_problems(n, **size):
     problems, index, found = {}, 0, 0
     while len(problems) < n:
         if index - found > 5_000:                        # so many in a row that were there already
-            raise UserError(f"only {len(problems)} different held-out problems of this size exist, n_eval asks for {n}: "
-                            "lower n_eval or raise max_number")
+            raise UserError(f"only {len(problems)} different held-out problems of this size exist, n_eval asks "
+                            f"for {n}: lower n_eval or raise max_number")
         p = make_problem(0, index, "held-out", **size)
         key = tuple(sorted(p["numbers"])), p["target"]
         if key not in problems: problems[key], found = p, index
@@ -98,21 +102,23 @@ def held_out_problems(n, **size):
     return list(problems.values())
 
 
-PROMPT = """Using the numbers {numbers}, write an expression that equals {target}. Use each number exactly once, with the \
-operations {operations} and parentheses. Think step by step inside <think> </think> tags, briefly, then give only the \
-expression inside <answer> </answer> tags, for example <answer>(1 + 2) * 3</answer>."""
+PROMPT = """Using the numbers {numbers}, write an expression that equals {target}. Use each number exactly once, with \
+the operations {operations} and parentheses. Think step by step inside <think> </think> tags, briefly, then give only \
+the expression inside <answer> </answer> tags, for example <answer>(1 + 2) * 3</answer>."""
 
 
 def prompt_text(problem, tokenizer, operations="+-*"):
     """The short form for the tiny model, `3 5 7=22:`; a chat turn for models that have a chat template."""
     if tokenizer.short_prompts:
         return f"{' '.join(map(str, problem['numbers']))}={problem['target']}:"
-    return tokenizer.chat(PROMPT.format(numbers=problem["numbers"], target=problem["target"], operations=" ".join(operations)))
+    return tokenizer.chat(PROMPT.format(numbers=problem["numbers"], target=problem["target"],
+                                        operations=" ".join(operations)))
 
 
 def evaluate_expression(text, numbers):
-    """The exact value of an expression that uses each of `numbers` once, or None. Nothing is ever eval()ed: the text must
-    consist of those numbers, + - * / and parentheses, and a small recursive parser with limits does the arithmetic."""
+    """The exact value of an expression that uses each of `numbers` once, or None. Nothing is ever eval()ed: the text
+    must consist of those numbers, + - * / and parentheses, and a small recursive parser with limits does the
+    arithmetic."""
     tokens = re.findall(r"[0-9]+|[^\s0-9]", text, re.ASCII) if len(text) <= 1000 else []
     digits = [t for t in tokens if t[0] in "0123456789"]
     if len(tokens) > 100 or any(len(t) > 9 for t in digits) or sorted(map(int, digits)) != sorted(numbers):
@@ -178,7 +184,8 @@ class Tokenizer:
     def __init__(self, hf=None, stop_ids=(), short_prompts=True):
         self.hf, self.short_prompts = hf, short_prompts
         if hf is None:
-            self.bytes = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks={bytes([i]): i for i in range(256)},
+            self.bytes = tiktoken.Encoding("bytes", pat_str=r"(?s:.)",
+                                           mergeable_ranks={bytes([i]): i for i in range(256)},
                                            special_tokens={name: 256 + i for i, name in enumerate(SPECIAL)})
         self.end_id = 256 if hf is None else hf.eos_token_id
         if self.end_id is None:
@@ -199,8 +206,8 @@ class Tokenizer:
         """One user turn. `enable_thinking` is Qwen3's switch for its own long thoughts; other templates ignore it."""
         if self.hf.chat_template is None:
             return (self.hf.bos_token or "") + text + "\n"
-        return self.hf.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True,
-                                           enable_thinking=False)
+        return self.hf.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                           add_generation_prompt=True, enable_thinking=False)
 
     def save(self, folder):
         """Always in Hugging Face format, so that transformers and vLLM load the folder."""
@@ -208,8 +215,9 @@ class Tokenizer:
         if hf is None:   # the same 260 ids as a `tokenizers` file: byte-level BPE without merges
             from tokenizers import AddedToken, Tokenizer as Fast, decoders, models, pre_tokenizers
             from transformers import PreTrainedTokenizerFast
-            letters = [i for i in range(256) if chr(i).isprintable() and chr(i) != " "]      # GPT-2's name of every byte
-            names = {b: chr(b) for b in letters} | {b: chr(256 + i) for i, b in enumerate(sorted({*range(256)} - {*letters}))}
+            letters = [i for i in range(256) if chr(i).isprintable() and chr(i) != " "]   # GPT-2's name of every byte
+            names = {b: chr(b) for b in letters} | {
+                b: chr(256 + i) for i, b in enumerate(sorted({*range(256)} - {*letters}))}
             fast = Fast(models.BPE({name: b for b, name in names.items()}, []))
             fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
             fast.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
@@ -218,12 +226,14 @@ class Tokenizer:
         hf.save_pretrained(folder)
 
 
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}      # torch 2.11 needs no word
+# torch 2.11 needs no word
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None,
                      sliding_window=None, **kw):
-    """Attention for sequences laid end to end without padding: query [1, heads, N, d]; cu_seq_lens_q says where each begins."""
+    """Attention for sequences laid end to end without padding: query [1, heads, N, d]; cu_seq_lens_q says
+    where each begins."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kw)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))      # [N, heads, d]
@@ -249,9 +259,9 @@ def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpoint
     if model_id == "tiny":
         torch.manual_seed(seed)
         config = LlamaConfig(vocab_size=260, hidden_size=128, intermediate_size=512, num_hidden_layers=3,
-                             num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, bos_token_id=None,
-                             eos_token_id=256, pad_token_id=257, tie_word_embeddings=False, initializer_range=0.08,
-                             prompt_style="short")
+                             num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
+                             bos_token_id=None, eos_token_id=256, pad_token_id=257, tie_word_embeddings=False,
+                             initializer_range=0.08, prompt_style="short")
         policy = AutoModelForCausalLM.from_config(config, attn_implementation="packed").to(dtype)
         tokenizer = Tokenizer()
     else:
@@ -261,8 +271,9 @@ def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpoint
             hf = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
         except Exception as e:      # transformers, the hub and safetensors each raise their own kinds
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
-            raise UserError(f"cannot load the model {model_id!r} ({reason}). Two ways out: --model_id=path/to/a/folder in "
-                            "Hugging Face format (config.json, *.safetensors, tokenizer), or --model_id=tiny, built in") from None
+            raise UserError(f"cannot load the model {model_id!r} ({reason}). Two ways out: --model_id=path/to/a/folder "
+                            "in Hugging Face format (config.json, *.safetensors, tokenizer), or --model_id=tiny, "
+                            "built in") from None
         stop = policy.generation_config.eos_token_id
         tokenizer = Tokenizer(hf, stop if isinstance(stop, list) else [] if stop is None else [stop],
                               getattr(policy.config, "prompt_style", "chat") == "short")
@@ -285,25 +296,29 @@ def add_lora(policy, rank, seed):
 
 
 def compile_layers(model):
-    """torch.compile, once per kind of layer and for every length; and the arithmetic on the logits, which is all memory traffic."""
+    """torch.compile, once per kind of layer and for every length; and the arithmetic on the logits, which
+    is all memory traffic."""
     global chunk_stats
     for layer in getattr(model.base_model, "layers", []): layer.compile(dynamic=True)
     if not hasattr(chunk_stats, "__wrapped__"): chunk_stats = torch.compile(chunk_stats, dynamic=True)
 
 
 def warm_start(policy, tokenizer, examples, steps, lr=1e-2):
-    """Supervised steps that teach the tiny model what an answer looks like. examples(step) -> [(prompt, response), ...]"""
+    """Supervised steps that teach the tiny model what an answer looks like.
+    examples(step) -> [(prompt, response), ...]"""
     matrices = [p for p in policy.base_model.layers.parameters() if p.dim() == 2]
     others = [p for p in policy.parameters() if not any(p is m for m in matrices)]
-    optimizers = [torch.optim.Muon(matrices, lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),     # half the steps of AdamW
+    # Muon: half the steps of AdamW
+    optimizers = [torch.optim.Muon(matrices, lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
                   torch.optim.AdamW(others, lr / 5, betas=(0.9, 0.95))]
     start = time.time()
     for step in range(steps):
         prompts, answers = zip(*examples(step))
-        batch = make_batch([tokenizer.encode(p) for p in prompts], [tokenizer.encode(a) + [tokenizer.end_id] for a in answers],
-                           device=policy.device)
+        batch = make_batch([tokenizer.encode(p) for p in prompts],
+                           [tokenizer.encode(a) + [tokenizer.end_id] for a in answers], device=policy.device)
         logits = policy(batch.input_ids).logits[batch.mask]
-        loss = F.cross_entropy(logits.float(), batch.labels[batch.mask], label_smoothing=0.07)     # stays unsure: GRPO needs variety
+        # label smoothing: it stays unsure, GRPO needs variety
+        loss = F.cross_entropy(logits.float(), batch.labels[batch.mask], label_smoothing=0.07)
         policy.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -312,7 +327,8 @@ def warm_start(policy, tokenizer, examples, steps, lr=1e-2):
                 group["lr"] = base * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
             optimizer.step()
         if step % max(1, steps // 10) == 0 or step == steps - 1:
-            print(f"warm start {step + 1:4d}/{steps} | Loss: {loss.item():.3f} | {time.time() - start:.0f} s", flush=True)
+            print(f"warm start {step + 1:4d}/{steps} | Loss: {loss.item():.3f} | {time.time() - start:.0f} s",
+                  flush=True)
     policy.zero_grad()
 
 
@@ -324,7 +340,8 @@ def trainer_state_kept():
     """In-process vLLM reseeds and consumes the global RNGs, resets the matmul precision and the thread count."""
     py, npy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    precision, threads, set_threads = torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads
+    precision, threads, set_threads = (torch.get_float32_matmul_precision(), torch.get_num_threads(),
+                                       torch.set_num_threads)
     env = dict(os.environ)
     try:
         yield
@@ -346,19 +363,20 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
     config.architectures = [type(policy).__name__]
     folder = tempfile.mkdtemp()
     config.save_pretrained(folder)
-    tokens = max_num_seqs * (-(-max_model_len // 128) * 128)                # the CPU's cache comes in blocks of 128 tokens
+    tokens = max_num_seqs * (-(-max_model_len // 128) * 128)      # the CPU's cache comes in blocks of 128 tokens
     memory = ({"gpu_memory_utilization": gpu_mem_util, "enable_sleep_mode": sleep} if cuda else
               {"kv_cache_memory_bytes": 8 * config.num_hidden_layers * config.hidden_size * tokens + (64 << 20)})
     try:
         with trainer_state_kept():
             from vllm import LLM
             llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_model_len,
-                      hf_overrides={"tie_word_embeddings": False},      # the head apart: a tied one can go stale in a sync
+                      hf_overrides={"tie_word_embeddings": False},     # the head apart: tied, it can go stale in a sync
                       dtype="bfloat16" if cuda else "float32", logprobs_mode="processed_logprobs", seed=0,
-                      max_num_seqs=max_num_seqs, enforce_eager=enforce_eager or not cuda, disable_log_stats=True, **memory)
+                      max_num_seqs=max_num_seqs, enforce_eager=enforce_eager or not cuda, disable_log_stats=True,
+                      **memory)
         load_policy_into_vllm_instance(policy, llm)
         return llm
-    except (ImportError, AttributeError, OSError) as e:     # not installed, or built for another torch or without libnuma
+    except (ImportError, AttributeError, OSError) as e:     # not installed, or built for another torch, or no libnuma
         print(f"!!! vLLM cannot be used here ({type(e).__name__}: {str(e)[:120]}).\n"
               "!!! Sampling with plain torch instead: the same results, slower on a GPU (README: no vLLM).", flush=True)
         return TorchSampler(policy)
@@ -368,12 +386,14 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
 
 def vllm_weights(policy):
     """Names and tensors as vLLM expects them: LoRA merged, wrappers' prefixes removed, a tied head included."""
-    lora = {name: m for name, m in policy.named_modules() if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
+    lora = {name: m for name, m in policy.named_modules()
+            if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
     for name, tensor in policy.state_dict().items():
         name = name.replace("_orig_mod.", "").replace("module.", "")
         if ".lora_" in name: continue
         if name.endswith(".base_layer.weight"):
-            name, tensor = name.replace(".base_layer", ""), tensor.float() + lora[name[:-18]].get_delta_weight("default")
+            name, tensor = (name.replace(".base_layer", ""),
+                            tensor.float() + lora[name[:-18]].get_delta_weight("default"))
         yield name.replace(".base_layer", ""), tensor
 
 
@@ -385,7 +405,7 @@ def load_policy_into_vllm_instance(policy, llm):
     with trainer_state_kept():
         if policy.device.type == "cuda":                    # 20 ms for 1.7 B
             llm.apply_model(lambda model: bool(model.load_weights(vllm_weights(policy))))
-        else:                                               # the CPU backend repacks weights: it has to see the whole reload
+        else:                                               # the CPU backend repacks: it must see the whole reload
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": vllm_weights(policy)})
         if not llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
@@ -393,8 +413,8 @@ def load_policy_into_vllm_instance(policy, llm):
 
 def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
     """Keywords of vllm.SamplingParams. logprobs=0 returns the log-prob of exactly the sampled token."""
-    return dict(n=n, temperature=temperature, min_tokens=min_tokens, max_tokens=max_tokens, stop_token_ids=list(stop_ids),
-                logprobs=0, detokenize=False)
+    return dict(n=n, temperature=temperature, min_tokens=min_tokens, max_tokens=max_tokens,
+                stop_token_ids=list(stop_ids), logprobs=0, detokenize=False)
 
 
 def request_seed(seed, step, prompt):
@@ -415,8 +435,10 @@ def rollout_with_vllm(llm, prompts, params, seed, step):
                                [SamplingParams(**params, seed=s) for s in seeds], use_tqdm=False)
     responses = [(list(c.token_ids), [d[t].logprob for t, d in zip(c.token_ids, c.logprobs)], c.finish_reason == "stop")
                  for o in outputs for c in o.outputs]
-    if len(responses) != len(prompts) * params["n"] or not all(ids and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
-        raise RuntimeError(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, or one is empty or has a log-prob that is no number")
+    if len(responses) != len(prompts) * params["n"] or not all(
+            ids and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
+        raise RuntimeError(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, "
+                           "or one is empty or has a log-prob that is no number")
     return responses
 
 
@@ -431,9 +453,10 @@ class TorchSampler:
         n, limit, stop = params["n"], params["max_tokens"], params["stop_token_ids"]
         rows = [p for p in prompts for _ in range(n)]
         # one stream of uniform numbers per response: its tokens do not depend on what else is in the batch
-        uniform = torch.from_numpy(np.stack([np.random.default_rng(s + i).random(limit) for s in seeds for i in range(n)]))
+        uniform = torch.from_numpy(np.stack([np.random.default_rng(s + i).random(limit)
+                                             for s in seeds for i in range(n)]))
         device, width = self.policy.device, max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in rows], device=device)                          # [N, width]
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in rows], device=device)                   # [N, width]
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
         tokens, logps, cache = [], [], None
         done = torch.zeros(len(rows), dtype=torch.bool, device=device)
@@ -465,8 +488,9 @@ class TorchSampler:
 
 
 def make_batch(prompts, responses, logps=None, device="cpu", min_tokens=0):
-    """Right-padded tensors, labels already shifted: labels[b, t] is the token after input_ids[b, t]. `mask` is built from
-    the lengths, never from token values, and is True where the label is a response token, the end token included."""
+    """Right-padded tensors, labels already shifted: labels[b, t] is the token after input_ids[b, t]. `mask`
+    is built from the lengths, never from token values, and is True where the label is a response token, the
+    end token included."""
     width = max(len(p) + len(r) for p, r in zip(prompts, responses)) - 1
     ids, labels = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))       # [B, T]
     mask = torch.zeros(len(prompts), width, dtype=torch.bool)
@@ -477,7 +501,8 @@ def make_batch(prompts, responses, logps=None, device="cpu", min_tokens=0):
         mask[b, len(p) - 1:len(row) - 1] = True
         if logps:
             sampled[b, len(p) - 1:len(row) - 1] = torch.tensor(logps[b])
-            sampled[b, len(p) - 1:len(p) - 1 + min(min_tokens, len(r))] = math.nan      # there the sampler could not end: another distribution
+            # there the sampler could not end: another distribution
+            sampled[b, len(p) - 1:len(p) - 1 + min(min_tokens, len(r))] = math.nan
     batch = SimpleNamespace(input_ids=ids, labels=labels, mask=mask, rollout_log_probs=sampled if logps else None)
     for name, tensor in vars(batch).items():
         if tensor is not None: setattr(batch, name, tensor.to(device))
@@ -498,9 +523,10 @@ def response_features(model, input_ids, mask, packed):
     """-> (x [M, ...] at the M positions of the mask, the function that turns x into logits)."""
     scaled = any(getattr(model.config, k, None) for k in ("final_logit_softcapping", "logits_scaling", "logit_scale")
                  ) if hasattr(model, "config") else True
-    if scaled or not hasattr(model, "get_output_embeddings"):          # not a plain decoder + head: take its logits as they are
+    if scaled or not hasattr(model, "get_output_embeddings"):          # no plain decoder + head: its logits as they are
         return model(input_ids).logits[mask], lambda x: x
-    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)    # nothing after a row's last response token
+    # nothing after a row's last response token
+    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
     real = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]            # [B, T]
     if packed:
         full = lengths[lengths > 0]
@@ -515,7 +541,8 @@ def response_features(model, input_ids, mask, packed):
 
 
 def chunk_stats(head, x, labels, temperature, ref_head=None, ref_x=None):
-    """-> log-prob of each label, entropy; with a reference also its log-probs and the exact KL over the whole vocabulary."""
+    """-> log-prob of each label, entropy; with a reference also its log-probs and the exact KL over the whole
+    vocabulary."""
     logits = upcast(head(x))                                           # [chunk, V]
     if temperature != 1.0: logits = logits / temperature
     norm = logits.logsumexp(-1)
@@ -530,8 +557,8 @@ def chunk_stats(head, x, labels, temperature, ref_head=None, ref_x=None):
 
 
 def token_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None, packed=None):
-    """-> (log-probs, entropy), with a ref_model (log-probs, entropy, its log-probs, exact KL): each [B, T] float32, 0 outside
-    the mask."""
+    """-> (log-probs, entropy), with a ref_model (log-probs, entropy, its log-probs, exact KL): each [B, T] float32, 0
+    outside the mask."""
     if packed is None:
         packed = input_ids.is_cuda and getattr(getattr(model, "config", None), "_attn_implementation", "") == "packed"
     zeros = torch.zeros(labels.shape, device=labels.device)
@@ -546,7 +573,8 @@ def token_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None,
     size = max(1, LOGITS_PER_CHUNK // (head.weight.shape[0] if hasattr(head, "weight") else x.shape[-1]))
     pieces = []
     for i in range(0, len(targets), size):
-        args = head, x[i:i + size], targets[i:i + size], temperature, ref_head, None if ref_x is None else ref_x[i:i + size]
+        args = (head, x[i:i + size], targets[i:i + size], temperature, ref_head,
+                None if ref_x is None else ref_x[i:i + size])
         recompute = torch.is_grad_enabled() and len(targets) > size    # in the backward, instead of keeping the logits
         pieces.append(checkpoint(chunk_stats, *args, use_reentrant=False) if recompute else chunk_stats(*args))
     where = mask.nonzero(as_tuple=True)
@@ -554,8 +582,8 @@ def token_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None,
 
 
 def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temperature=1.0, packed=None):
-    """log pi(labels[b, t] | input_ids[b, :t+1]) -> [B, T] float32. Labels are already shifted; rows are padded on the right.
-    With a response_mask only its positions are computed, the others are 0. Negative labels count as masked."""
+    """log pi(labels[b, t] | input_ids[b, :t+1]) -> [B, T] float32. Labels are already shifted; rows are padded on the
+    right. With a response_mask only its positions are computed, the others are 0. Negative labels count as masked."""
     mask = labels >= 0 if response_mask is None else response_mask.bool() & (labels >= 0)
     return token_stats(model, input_ids, labels, mask, temperature, packed=packed)[0]
 
@@ -567,7 +595,8 @@ def adapters_off(ref_model, policy):
         policy.disable_adapters()
         try: yield
         finally: policy.enable_adapters()
-    return off() if ref_model is policy and getattr(policy, "_hf_peft_config_loaded", False) else contextlib.nullcontext()
+    return (off() if ref_model is policy and getattr(policy, "_hf_peft_config_loaded", False)
+            else contextlib.nullcontext())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -577,18 +606,18 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
                                         normalize_by_std):
     """-> (advantages [N], raw rewards [N], metadata). Responses of one prompt stand together, group_size of them."""
     if group_size < 2 or len(rollout_responses) % group_size:
-        raise UserError(f"group_size must be at least 2 and divide the {len(rollout_responses)} responses, got {group_size}: "
-                        "an advantage is a comparison within a group")
+        raise UserError(f"group_size must be at least 2 and divide the {len(rollout_responses)} responses, got "
+                        f"{group_size}: an advantage is a comparison within a group")
     rewards = torch.tensor([checked_reward(reward_fn, r, t) for r, t in zip(rollout_responses, repeated_ground_truths)])
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
         advantages = advantages / (groups.std(1, keepdim=True) + advantage_eps)
-    same = groups.amax(1) == groups.amin(1)          # exact zeros: rounding noise over a tiny std would be a full advantage
+    same = groups.amax(1) == groups.amin(1)      # exact zeros: rounding noise over a tiny std would be a full advantage
     advantages = torch.where(same[:, None], 0.0, advantages)
     return advantages.flatten(), rewards, {
-        "mean": rewards.mean().item(), "std": rewards.std().item(), "max": rewards.max().item(), "min": rewards.min().item(),
-        "frac_groups_zero_std": same.float().mean().item()}
+        "mean": rewards.mean().item(), "std": rewards.std().item(), "max": rewards.max().item(),
+        "min": rewards.min().item(), "frac_groups_zero_std": same.float().mean().item()}
 
 
 def checked_reward(reward_fn, response, ground_truth):
@@ -607,7 +636,8 @@ def masked_mean(tensor, mask):
 
 
 def masked_mean_drgrpo(tensor, mask, num_tokens):
-    """Mean over rows of masked sum / num_tokens: a constant length, so that long responses are not favoured or punished."""
+    """Mean over rows of masked sum / num_tokens: a constant length, so that long responses are not favoured
+    or punished."""
     mask = mask.bool()
     return torch.where(mask, tensor, 0).sum() / num_tokens / mask.any(-1).sum().clamp(min=1)
 
@@ -624,9 +654,10 @@ ESTIMATORS = ("k1", "k2", "k3", "exact")
 
 
 def kl_value_and_slope(log_ratio, estimator, weighted=False):
-    """For l = log pi - log ref: the estimator's value, and d value / d log pi; with `weighted`, the slope when the term is
-    multiplied by rho = pi/old. rho itself then contributes value * grad log pi (not for k2, whose weight is constant:
-    l * grad log pi is already the right direction). For k3 the two add up to l, exactly, with no e^l left in it."""
+    """For l = log pi - log ref: the estimator's value, and d value / d log pi; with `weighted`, the slope
+    when the term is multiplied by rho = pi/old. rho itself then contributes value * grad log pi (not for
+    k2, whose weight is constant: l * grad log pi is already the right direction). For k3 the two add up to
+    l, exactly, with no e^l left in it."""
     l = log_ratio.detach().clamp(-LIMIT, LIMIT)
     if estimator == "k1":
         return l, l + 1 if weighted else torch.ones_like(l)
@@ -641,7 +672,8 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
     """Per token [B, T], of the sampled tokens: k1 = l, k2 = l^2/2, k3 = e^-l - 1 + l, with l = log pi - log ref."""
     policy, ref = upcast(policy_log_probs), upcast(ref_log_probs).detach()
     value, slope = kl_value_and_slope(policy - ref, estimator)
-    return value + slope * (policy - policy.detach())     # the gradient is set, not found: nothing overflows, nothing is cut to 0
+    # the gradient is set, not found: nothing overflows, nothing is cut to 0
+    return value + slope * (policy - policy.detach())
 
 
 def require_finite(name, tensor):
@@ -656,9 +688,10 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     """PPO's clipped loss + kl_coef * KL, per token. -> (loss [B, T], metadata of plain floats).
 
     advantages [B], [B, 1] or [B, T]. rollout_log_probs are the sampler's: where they differ from old_log_probs, each
-    token is weighted by min(old / sampler, mismatch_cap). exact_kl [B, T] is the term itself for kl_estimator="exact"."""
+    token is weighted by min(old / sampler, mismatch_cap). exact_kl [B, T] is the term itself for
+    kl_estimator="exact"."""
     mask = torch.ones_like(policy_log_probs, dtype=torch.bool) if response_mask is None else response_mask.bool()
-    clean = lambda x: torch.where(mask, upcast(x), 0)      # on the inputs: a NaN in a masked slot must not reach a gradient
+    clean = lambda x: torch.where(mask, upcast(x), 0)      # on the inputs: a masked NaN must not reach a gradient
     policy, old = clean(policy_log_probs), clean(old_log_probs).detach()
     require_finite("the policy's log-prob", policy), require_finite("the old policy's log-prob", old)
     adv = upcast(advantages)[:, None] if advantages.dim() == 1 else upcast(advantages)     # [B] would broadcast along T
@@ -668,14 +701,15 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     ratio = rho * (1 + here)
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
     loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
-    stats = {"clip_fraction": ((adv > 0) & (rho > high)) | ((adv < 0) & (rho < low)), "approx_kl": torch.expm1(log_ratio) - log_ratio,
-             "ratio_mean": rho, "ratio_max": rho}
+    stats = {"clip_fraction": ((adv > 0) & (rho > high)) | ((adv < 0) & (rho < low)),
+             "approx_kl": torch.expm1(log_ratio) - log_ratio, "ratio_mean": rho, "ratio_max": rho}
 
     if kl_coef and ref_log_probs is not None:
         ref = clean(ref_log_probs).detach()
-        require_finite("the reference's log-prob", torch.where(ref == -torch.inf, 0, ref))     # -inf is clamped and counted
+        require_finite("the reference's log-prob", torch.where(ref == -torch.inf, 0, ref))   # -inf is clamped, counted
         if kl_estimator == "exact":                        # an expectation over the policy already: no weight pi/old
-            if exact_kl is None: raise UserError('kl_estimator="exact" needs exact_kl, the full-vocabulary KL of every token')
+            if exact_kl is None:
+                raise UserError('kl_estimator="exact" needs exact_kl, the full-vocabulary KL of every token')
             term, weight = clean(exact_kl), torch.ones_like(rho)
             require_finite("the exact KL", term)
         else:
@@ -693,7 +727,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
 
 
 def kl_stats(policy, ref, weight):
-    """What is logged of the KL, per token: always k3, which is never negative and has the right mean on the policy's own samples."""
+    """What is logged of the KL, per token: always k3, which is never negative and has the right mean on the policy's
+    own samples."""
     l, k3 = policy - ref, kl_value_and_slope(policy - ref, "k3")[0]
     return {"kl_mean": k3, "kl_max": k3, "kl_min": k3, "kl_clamped_frac": (l.abs() > LIMIT) | (weight > WEIGHT_CAP),
             "policy_logp_mean": policy, "ref_logp_mean": ref.clamp(min=-1e4)}
@@ -709,15 +744,17 @@ def summarize(stats, mask):
     if not mask.any():
         return out | dict.fromkeys(stats, 0.0)
     fold = lambda name: torch.max if name.endswith("_max") else torch.min if name.endswith("_min") else torch.mean
-    return out | dict(zip(stats, torch.stack([fold(k)(v.expand(mask.shape)[mask].double()) for k, v in stats.items()]).tolist()))
+    return out | dict(zip(stats, torch.stack([fold(k)(v.expand(mask.shape)[mask].double())
+                                              for k, v in stats.items()]).tolist()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 6. The step.
 
-def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps, clip_range,
-                         loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *, old_log_probs=None,
-                         ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3", **loss_options):
+def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps,
+                         clip_range, loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *,
+                         old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3",
+                         **loss_options):
     """Forward, loss, backward of one microbatch. -> (its share of the step's loss, metadata)
 
     `divisor` is loss_divisor() of the whole optimizer step; without it every one of the gradient_accumulation_steps
@@ -729,7 +766,8 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
     with_kl = bool(kl_coef) and (ref_model is not None or ref_log_probs is not None)
     exact = with_kl and kl_estimator == "exact"
     if exact and ref_model is None:
-        raise UserError('kl_estimator="exact" needs the reference model itself, log-probs of the sampled tokens are not enough')
+        raise UserError('kl_estimator="exact" needs the reference model itself, log-probs of the sampled tokens are '
+                        'not enough')
     if exact:
         logp, entropy, ref_log_probs, exact_kl = token_stats(policy, input_ids, labels, mask, temperature, ref_model)
     else:
@@ -768,8 +806,8 @@ def merge_metadata(parts):
 
 
 def make_microbatches(lengths, least, tokens_per_microbatch):
-    """Row numbers in at least `least` groups of at most tokens_per_microbatch tokens, evenly filled: the longest first, each
-    into the group with the fewest tokens so far."""
+    """Row numbers in at least `least` groups of at most tokens_per_microbatch tokens, evenly filled: the longest first,
+    each into the group with the fewest tokens so far."""
     count = max(1, min(len(lengths), max(least, -(-sum(lengths) // tokens_per_microbatch))))
     while True:
         groups = [[0, []] for _ in range(count)]
@@ -783,7 +821,8 @@ def make_microbatches(lengths, least, tokens_per_microbatch):
 
 
 class Optimizer:
-    """AdamW on float32 master weights. A bf16 weight cannot take a step of 1e-6: the master does, and is rounded into it."""
+    """AdamW on float32 master weights. A bf16 weight cannot take a step of 1e-6: the master does, and is
+    rounded into it."""
 
     def __init__(self, policy, lr, weight_decay=0.0, betas=(0.9, 0.95)):
         self.params = [p for p in policy.parameters() if p.requires_grad]
@@ -821,7 +860,7 @@ def score(model, batch, groups, temperature, policy=None):
     """Log-probs of a whole rollout batch under `model`, microbatch by microbatch -> [B, T]."""
     out = torch.zeros(batch.labels.shape, device=batch.labels.device)
     home = next(model.parameters()).device
-    model.to(out.device)                                   # a reference that lives in host memory (ref_offload) comes and goes
+    model.to(out.device)                                   # a reference in host memory (ref_offload) comes and goes
     with adapters_off(model, policy):
         for rows in groups:
             out[rows] = token_stats(model, batch.input_ids[rows], batch.labels[rows], batch.mask[rows], temperature)[0]
@@ -830,7 +869,8 @@ def score(model, batch, groups, temperature, policy=None):
 
 
 def kl_to_go(policy_log_probs, ref_log_probs, mask):
-    """KL in the reward: what a token costs is the k1 of itself and of everything after it -> ([B, T] without gradient, metadata)."""
+    """KL in the reward: what a token costs is the k1 of itself and of everything after it -> ([B, T]
+    without gradient, metadata)."""
     policy, ref = torch.where(mask, policy_log_probs, 0), torch.where(mask, ref_log_probs, 0)
     require_finite("the reference's log-prob", torch.where(ref == -torch.inf, 0, ref))
     k1 = compute_kl_divergence(policy, ref).detach()
@@ -844,8 +884,9 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
     everything = make_microbatches(lengths, 1, cfg.tokens_per_microbatch)
     in_reward = cfg.kl_in == "reward" and bool(kl_coef)
     options = dict(loss_type=cfg.loss_type, max_completion_length=cfg.max_tokens, temperature=cfg.temperature,
-                   clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap, kl_estimator=cfg.kl_estimator,
-                   kl_importance_weight=cfg.kl_importance_weight, kl_coef=0.0 if in_reward else kl_coef)
+                   clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap,
+                   kl_estimator=cfg.kl_estimator, kl_importance_weight=cfg.kl_importance_weight,
+                   kl_coef=0.0 if in_reward else kl_coef)
     old = ref = None
     if cfg.inner_epochs * cfg.n_minibatches > 1 or in_reward:      # else the policy's own log-probs of the one update
         old = score(policy, batch, everything, cfg.temperature)
@@ -858,19 +899,22 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
         if in_reward:
             cost, extra = kl_to_go(old, ref, batch.mask)
             adv = advantages[:, None] - kl_coef * cost
-        for group in make_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps, tokens_per_microbatch):
+        for group in make_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps,
+                                       tokens_per_microbatch):
             i = [rows[g] for g in group]
             parts.append(grpo_microbatch_step(
                 policy, batch.input_ids[i], batch.labels[i], batch.mask[i], adv[i], cfg.gradient_accumulation_steps,
                 cfg.clip_range, ref_model=ref_model, old_log_probs=None if old is None else old[i], divisor=divisor,
-                ref_log_probs=None if ref is None else ref[i], rollout_log_probs=batch.rollout_log_probs[i], **options)[1])
+                ref_log_probs=None if ref is None else ref[i], rollout_log_probs=batch.rollout_log_probs[i],
+                **options)[1])
         return merge_metadata(parts) | extra
 
     done = []
     for epoch in range(cfg.inner_epochs):
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(len(lengths))
         for rows in np.array_split(order, cfg.n_minibatches):
-            done.append(guarded_update(accumulate, rows.tolist(), policy, optimizer, cfg, step, state, max(lengths), first=not done))
+            done.append(guarded_update(accumulate, rows.tolist(), policy, optimizer, cfg, step, state, max(lengths),
+                                       first=not done))
     if kl_coef and cfg.kl_estimator == "exact" and cfg.ref_offload: ref_model.to("cpu")
     good = [m for m in done if m["n_tokens"]]
     meta = merge_metadata(good or done)
@@ -888,9 +932,10 @@ def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, longes
             except torch.OutOfMemoryError:
                 if cfg.tokens_per_microbatch <= longest: raise
                 cfg.tokens_per_microbatch //= 2
-            if meta is None:                               # outside the except: there the failed attempt is still in memory
+            if meta is None:                               # outside the except: there the failed attempt is in memory
                 torch.cuda.empty_cache()
-                print(f"!!! out of GPU memory: going on with tokens_per_microbatch={cfg.tokens_per_microbatch}", flush=True)
+                print(f"!!! out of GPU memory: going on with tokens_per_microbatch={cfg.tokens_per_microbatch}",
+                      flush=True)
         meta["grad_norm"] = optimizer.grad_norm(cfg.max_grad_norm)
         if first: check_gap(meta["logp_gap_mean"], policy)
         if not math.isfinite(meta["loss"]): reason = f"the loss is {meta['loss']}"
@@ -907,8 +952,9 @@ def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, longes
     state.consecutive_skips += 1
     print(f"!!! update skipped ({state.consecutive_skips} in a row): {reason}", flush=True)
     if state.consecutive_skips >= cfg.max_consecutive_skips:
-        raise RuntimeError(f"{state.consecutive_skips} updates in a row were skipped, the last because {reason}. The weights are those "
-                           "of the last good update. Lower lr, raise kl_coef, or look for the cause (README: troubleshooting)")
+        raise RuntimeError(f"{state.consecutive_skips} updates in a row were skipped, the last because {reason}. "
+                           "The weights are those of the last good update. Lower lr, raise kl_coef, or look for the "
+                           "cause (README: troubleshooting)")
     if state.consecutive_skips % 2 == 0:
         state.lr_scale /= 2
         print(f"!!! learning rate halved, now {optimizer.lr * state.lr_scale:g}", flush=True)
@@ -919,18 +965,21 @@ def check_gap(gap, policy):
     """Sampler and trainer must agree on the tokens just sampled, or the weights did not arrive."""
     limit = 2e-3 if policy.dtype == torch.float32 else 0.3
     if gap > limit:
-        raise RuntimeError(f"the sampler's log-probs differ from the trainer's by {gap:.3g} on average (limit {limit:g}): the weights did "
-                           "not arrive in vLLM at the last sync, or the two run different models or temperatures")
+        raise RuntimeError(f"the sampler's log-probs differ from the trainer's by {gap:.3g} on average (limit "
+                           f"{limit:g}): the weights did not arrive in vLLM at the last sync, or the two run different "
+                           "models or temperatures")
 
 
 def check_reference(policy, ref_model, batch, temperature):
     """Before the first update policy and reference are the same model: a KL that is not 0 to rounding is a mistake."""
     rows = [list(range(min(8, len(batch.labels))))]
     small = SimpleNamespace(**{k: v[rows[0]] for k, v in vars(batch).items()})
-    gap = (score(policy, small, rows, temperature) - score(ref_model, small, rows, temperature, policy))[small.mask].abs().mean().item()
+    gap = (score(policy, small, rows, temperature)
+           - score(ref_model, small, rows, temperature, policy))[small.mask].abs().mean().item()
     if not gap < (1e-4 if policy.dtype == torch.float32 else 0.05):
-        raise RuntimeError(f"KL is not 0 before the first update: log-probs of policy and reference differ by {gap:.3g} on average. Usual "
-                           "causes: dropout is on in one of them; another temperature; shifted labels; the reference has other weights")
+        raise RuntimeError("KL is not 0 before the first update: log-probs of policy and reference differ "
+                           f"by {gap:.3g} on average. Usual causes: dropout is on in one of them; another temperature; "
+                           "shifted labels; the reference has other weights")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -942,8 +991,10 @@ def evaluate_model(llm, tokenizer, problems, params, reward_fn=reward_fn, operat
     responses = rollout_with_vllm(llm, prompts, params, 0, "eval")
     texts = [tokenizer.decode(ids) for ids, *_ in responses]
     rewards = [checked_reward(reward_fn, t, p) for t, p in zip(texts, problems)]
-    samples = [{"prompt": tokenizer.decode(p), "response": t, "reward": r} for p, t, r in zip(prompts[:4], texts, rewards)]
-    return {"eval/accuracy": sum(r == 1.0 for r in rewards) / len(rewards), "eval/mean_reward": sum(rewards) / len(rewards),
+    samples = [{"prompt": tokenizer.decode(p), "response": t, "reward": r}
+               for p, t, r in zip(prompts[:4], texts, rewards)]
+    return {"eval/accuracy": sum(r == 1.0 for r in rewards) / len(rewards),
+            "eval/mean_reward": sum(rewards) / len(rewards),
             "eval/avg_output_tokens": sum(len(ids) for ids, *_ in responses) / len(responses)}, samples
 
 
@@ -960,7 +1011,8 @@ class Log:
             os.replace(path.with_suffix(".tmp"), path)
         self.tb = SummaryWriter(str(self.folder / "tb"), purge_step=start_step + 1)
         if start_step < 0:
-            self.tb.add_text("config", "| name | value |\n|---|---|\n" + "\n".join(f"| {k} | {escape(v)} |" for k, v in config.items()), 0)
+            self.tb.add_text("config", "| name | value |\n|---|---|\n"
+                             + "\n".join(f"| {k} | {escape(v)} |" for k, v in config.items()), 0)
             self.tb.add_custom_scalars({"GRPO": {
                 "reward and accuracy": ["Multiline", ["train/reward_mean", "eval/accuracy"]],
                 "KL to the reference": ["Multiline", ["kl/mean", "train/kl_penalty", "train/kl_coef"]],
@@ -999,17 +1051,24 @@ def escape(value):
 def log_train(step, n_steps, metrics, with_kl, started, first_step):
     eta = (time.time() - started) / max(1, step - first_step) * (n_steps - step)
     m = metrics
-    print(f"Step {step} | Loss: {m['train/loss']:.4f} | Grad norm: {m['train/grad_norm']:.4f} | Reward mean: {m['train/reward_mean']:.3f}"
-          + f" | Answered: {m['train/answer_frac']:.2f} | Entropy: {m['train/entropy']:.3f} | Tokens: {m['train/avg_output_tokens']:.1f}"
-          + f" | {m['perf/tokens_per_s']:.0f} tok/s | rollout {m['time/rollout']:.2f} train {m['time/train']:.2f} sync {m['time/sync']:.2f} s"
-          + f" | ETA {eta / 60:.1f} min" + (f" | KL penalty: {m['train/kl_penalty']:.4f}" if with_kl else ""), flush=True)
+    print(f"Step {step} | Loss: {m['train/loss']:.4f} | Grad norm: {m['train/grad_norm']:.4f}"
+          f" | Reward mean: {m['train/reward_mean']:.3f}"
+          + f" | Answered: {m['train/answer_frac']:.2f} | Entropy: {m['train/entropy']:.3f}"
+            f" | Tokens: {m['train/avg_output_tokens']:.1f}"
+          + f" | {m['perf/tokens_per_s']:.0f} tok/s | rollout {m['time/rollout']:.2f} train {m['time/train']:.2f}"
+            f" sync {m['time/sync']:.2f} s"
+          + f" | ETA {eta / 60:.1f} min" + (f" | KL penalty: {m['train/kl_penalty']:.4f}" if with_kl else ""),
+          flush=True)
 
 
 def log_eval(log, step, metrics, samples):
-    print(f"Step {step} | Held-out accuracy: {metrics['eval/accuracy']:.1%} | Mean reward: {metrics['eval/mean_reward']:.3f}", flush=True)
+    print(f"Step {step} | Held-out accuracy: {metrics['eval/accuracy']:.1%} | "
+          f"Mean reward: {metrics['eval/mean_reward']:.3f}", flush=True)
     for s in samples: log.line("samples.jsonl", {"step": step} | s)
-    with log.tolerant("tb/"): log.tb.add_text("samples", "\n\n".join(f"<pre>{escape(s['prompt'])}\n--> {escape(s['response'])}\nreward {s['reward']}</pre>"
-                                           for s in samples), step)
+    with log.tolerant("tb/"):
+        log.tb.add_text("samples", "\n\n".join(
+            f"<pre>{escape(s['prompt'])}\n--> {escape(s['response'])}\nreward {s['reward']}</pre>"
+            for s in samples), step)
 
 
 def write_folder(final, fill):
@@ -1035,8 +1094,8 @@ def crc(path):
 
 def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
     folder = Path(out_dir) / "checkpoint"
-    data = {"masters": [m.detach() for m in optimizer.masters], "adamw": optimizer.adamw.state_dict(), "state": vars(state),
-            "ref": ref_model.state_dict() if ref_model is not None else None}
+    data = {"masters": [m.detach() for m in optimizer.masters], "adamw": optimizer.adamw.state_dict(),
+            "state": vars(state), "ref": ref_model.state_dict() if ref_model is not None else None}
 
     def fill(tmp):
         torch.save(data, tmp / "state.pt")
@@ -1044,21 +1103,24 @@ def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
     try:
         write_folder(folder / f"step_{state.step:08d}", fill)
     except (OSError, RuntimeError) as e:        # torch reports a full disk as RuntimeError
-        shutil.rmtree(folder / f"step_{state.step:08d}.tmp", ignore_errors=True)      # on a full disk it would be in the way
-        print(f"!!! checkpoint of step {state.step} not written ({e}); the last good one is untouched. Going on", flush=True)
+        shutil.rmtree(folder / f"step_{state.step:08d}.tmp", ignore_errors=True)     # on a full disk it is in the way
+        print(f"!!! checkpoint of step {state.step} not written ({e}); the last good one is untouched. Going on",
+              flush=True)
         return
     for old in sorted(folder.glob("step_????????"))[:-keep]: shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(out_dir):
-    """The newest checkpoint that is whole, or None; broken ones go. Tensors and plain values only: nothing in it can run code."""
+    """The newest checkpoint that is whole, or None; broken ones go. Tensors and plain values only: nothing
+    in it can run code."""
     for folder in sorted((Path(out_dir) / "checkpoint").glob("step_????????"), reverse=True):
         try:
             meta = json.loads((folder / "meta.json").read_text())
             if crc(folder / "state.pt") != meta["crc32"]: raise ValueError("its checksum is wrong")
             return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         except Exception as e:      # whatever is wrong with it, the one before may be good
-            print(f"!!! checkpoint {folder} cannot be used ({type(e).__name__}: {str(e)[:100]}); trying the one before", flush=True)
+            print(f"!!! checkpoint {folder} cannot be used ({type(e).__name__}: {str(e)[:100]}); trying the one before",
+                  flush=True)
             folder.rename(folder.with_name(folder.name + ".broken"))
     return None
 
@@ -1067,7 +1129,10 @@ def load_checkpoint(out_dir):
 # 8. Training: prompts -> responses -> rewards -> advantages -> loss -> weights -> sampler.
 
 def adapt_kl_coef(coef, kl, cfg):
-    """Keep KL near target_kl. "threshold": a factor when it is far off; "proportional": Ziegler et al. 2019, small steps."""
+    """Keep KL near target_kl. "threshold": a factor when it is far off; "proportional": Ziegler et al.
+    2019, small steps."""
+    if not math.isfinite(kl):
+        return coef
     if cfg.kl_adaptive_rule == "threshold":
         coef *= 1.5 if kl > 1.5 * cfg.target_kl else 0.75 if kl < 0.5 * cfg.target_kl else 1.0
     else:
@@ -1076,16 +1141,19 @@ def adapt_kl_coef(coef, kl, cfg):
 
 
 KL_COEF_BOUNDS = (1e-5, 10.0)
-FROM_METADATA = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/entropy": "entropy", "train/clip_fraction": "clip_fraction",
-                 "train/approx_kl": "approx_kl", "train/ratio_max": "ratio_max", "train/kl_penalty": "kl_penalty_mean", "kl/mean": "kl_mean",
-                 "kl/max": "kl_max", "kl/min": "kl_min", "kl/clamped_frac": "kl_clamped_frac", "kl/policy_logp_mean": "policy_logp_mean",
-                 "kl/ref_logp_mean": "ref_logp_mean", "rollout/logp_gap_mean": "logp_gap_mean", "rollout/logp_gap_max": "logp_gap_max"}
+FROM_METADATA = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/entropy": "entropy",
+                 "train/clip_fraction": "clip_fraction", "train/approx_kl": "approx_kl", "train/ratio_max": "ratio_max",
+                 "train/kl_penalty": "kl_penalty_mean", "kl/mean": "kl_mean", "kl/max": "kl_max", "kl/min": "kl_min",
+                 "kl/clamped_frac": "kl_clamped_frac", "kl/policy_logp_mean": "policy_logp_mean",
+                 "kl/ref_logp_mean": "ref_logp_mean", "rollout/logp_gap_mean": "logp_gap_mean",
+                 "rollout/logp_gap_max": "logp_gap_max"}
 
 
 def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpoint=None):
     """GRPO from the given weights, or from a checkpoint of load_checkpoint(). -> metrics of the last evaluation"""
     optimizer = Optimizer(policy, cfg.lr, cfg.weight_decay)
-    state = SimpleNamespace(step=0, kl_coef=kl_coef, lr=cfg.lr, lr_scale=1.0, skipped=0, consecutive_skips=0, kl_smooth=math.nan)
+    state = SimpleNamespace(step=0, kl_coef=kl_coef, lr=cfg.lr, lr_scale=1.0, skipped=0, consecutive_skips=0,
+                            kl_smooth=math.nan)
     if checkpoint is not None:
         restore(checkpoint, optimizer, state, ref_model)
         if not cfg.kl_adaptive or not state.kl_coef: state.kl_coef = kl_coef       # a changed setting counts
@@ -1116,7 +1184,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
     while state.step < cfg.n_grpo_steps and not interrupted:
         step = state.step = state.step + 1
         t0 = clock()
-        problems = [make_problem(cfg.seed, WARM_START_PROBLEMS + step * n_prompts + i, "train", **size) for i in range(n_prompts)]
+        problems = [make_problem(cfg.seed, WARM_START_PROBLEMS + step * n_prompts + i, "train", **size)
+                    for i in range(n_prompts)]
         prompts = [tokenizer.encode(prompt_text(p, tokenizer, cfg.operations)) for p in problems]
         responses = rollout_with_vllm(llm, prompts, params, cfg.seed, step)
         repeated = [p for p in problems for _ in range(cfg.group_size)]
@@ -1171,13 +1240,18 @@ def follow_kl(metrics, state, cfg, with_kl):
     if with_kl and cfg.kl_adaptive and math.isfinite(kl):
         state.kl_smooth = kl if math.isnan(state.kl_smooth) else 0.7 * state.kl_smooth + 0.3 * kl
         state.kl_coef = adapt_kl_coef(state.kl_coef, state.kl_smooth, cfg)
-    if with_kl and kl > 0.2: warn_once(f"KL {kl:.3f} per token is above 0.2: the policy is far from the reference (KL.md: warning signs)")
-    if metrics["train/frac_groups_zero_std"] == 1: warn_once("every group has equal rewards: there is nothing to learn from (README: no learning)")
-    if metrics["train/truncated_frac"] > 0.5: warn_once("more than half of the responses are cut off at max_tokens: raise it")
+    if with_kl and kl > 0.2:
+        warn_once(f"KL {kl:.3f} per token is above 0.2: the policy is far from the reference (KL.md: warning signs)")
+    if with_kl and state.step > 10 and kl < 1e-9 and not cfg.ref_update_every:
+        warn_once(f"KL is still 0 after {state.step} steps: nothing moves (KL.md: troubleshooting)")
+    if metrics["train/frac_groups_zero_std"] == 1:
+        warn_once("every group has equal rewards: there is nothing to learn from (README: no learning)")
+    if metrics["train/truncated_frac"] > 0.5:
+        warn_once("more than half of the responses are cut off at max_tokens: raise it")
 
 
 def warn_once(text, said=set()):
-    kind = text.split(":")[-1]
+    kind = text.split(":")[-1]              # the part without numbers
     if kind not in said: print(f"!!! {text}", flush=True)
     said.add(kind)
 
@@ -1231,7 +1305,9 @@ def override(cfg, given):
         try:
             value = {"true": True, "1": True, "false": False, "0": False}[text.lower()] if kind is bool else kind(text)
         except (ValueError, KeyError):
-            raise UserError(f"--{name}={text}: expected {dict(bool='True or False', int='a whole number').get(kind.__name__, 'a number')}") from None
+            raise UserError(
+                f"--{name}={text}: expected "
+                f"{dict(bool='True or False', int='a whole number').get(kind.__name__, 'a number')}") from None
         setattr(cfg, name, value)
 
 
@@ -1241,40 +1317,48 @@ def check_config(cfg):
         if not ok: raise UserError(text)
     for name, value in vars(cfg).items():
         if isinstance(value, float): need(math.isfinite(value), f"{name} must be a finite number, got {value}")
-    for name in ("n_grpo_steps", "eval_every", "n_eval", "keep", "rollout_batch_size", "max_tokens", "max_prompt_tokens", "inner_epochs",
-                 "n_minibatches", "gradient_accumulation_steps", "tokens_per_microbatch", "max_consecutive_skips", "max_number"):
+    for name in ("n_grpo_steps", "eval_every", "n_eval", "keep", "rollout_batch_size", "max_tokens",
+                 "max_prompt_tokens", "inner_epochs", "n_minibatches", "gradient_accumulation_steps",
+                 "tokens_per_microbatch", "max_consecutive_skips", "max_number"):
         need(getattr(cfg, name) >= 1, f"{name} must be at least 1, got {getattr(cfg, name)}")
-    for name in ("save_every", "warm_start_steps", "lora_rank", "warmup_steps", "weight_decay", "min_tokens", "max_grad_norm",
-                 "clip_range_high", "kl_coef", "kl_warmup_steps", "ref_update_every", "advantage_eps", "seed"):
+    for name in ("save_every", "warm_start_steps", "lora_rank", "warmup_steps", "weight_decay", "min_tokens",
+                 "max_grad_norm", "clip_range_high", "kl_coef", "kl_warmup_steps", "ref_update_every",
+                 "advantage_eps", "seed"):
         need(getattr(cfg, name) >= 0, f"{name} must not be negative, got {getattr(cfg, name)}")
     for name in ("lr", "temperature", "target_kl", "max_kl", "mismatch_cap"):
         need(getattr(cfg, name) > 0, f"{name} must be above 0, got {getattr(cfg, name)}")
-    for name, choices in (("loss_type", ("grpo", "dr_grpo", "dapo")), ("kl_estimator", ESTIMATORS), ("kl_in", ("loss", "reward")),
-                          ("kl_adaptive_rule", ("threshold", "proportional"))):
+    for name, choices in (("loss_type", ("grpo", "dr_grpo", "dapo")), ("kl_estimator", ESTIMATORS),
+                          ("kl_in", ("loss", "reward")), ("kl_adaptive_rule", ("threshold", "proportional"))):
         need(getattr(cfg, name) in choices, f"{name} must be one of {', '.join(choices)}, got {getattr(cfg, name)!r}")
-    need(cfg.group_size >= 2, f"group_size must be at least 2, got {cfg.group_size}: an advantage is a comparison within a group")
-    need(cfg.rollout_batch_size % cfg.group_size == 0, f"rollout_batch_size ({cfg.rollout_batch_size}) must be a multiple of group_size "
+    need(cfg.group_size >= 2,
+         f"group_size must be at least 2, got {cfg.group_size}: an advantage is a comparison within a group")
+    need(cfg.rollout_batch_size % cfg.group_size == 0,
+         f"rollout_batch_size ({cfg.rollout_batch_size}) must be a multiple of group_size "
          f"({cfg.group_size}): it counts responses, not prompts")
     need(cfg.n_minibatches <= cfg.rollout_batch_size, "n_minibatches is larger than rollout_batch_size")
     need(0 < cfg.clip_range < 1, f"clip_range must be between 0 and 1, got {cfg.clip_range}")
     need(0 < cfg.gpu_mem_util < 1, f"gpu_mem_util must be between 0 and 1, got {cfg.gpu_mem_util}")
     need(cfg.min_tokens < cfg.max_tokens, f"min_tokens ({cfg.min_tokens}) must be below max_tokens ({cfg.max_tokens})")
     need(2 <= cfg.n_numbers <= 8, f"n_numbers must be between 2 and 8, got {cfg.n_numbers}")
-    need(cfg.operations and set(cfg.operations) <= set("+-*/"), f"operations must be some of + - * /, got {cfg.operations!r}")
+    need(cfg.operations and set(cfg.operations) <= set("+-*/"),
+         f"operations must be some of + - * /, got {cfg.operations!r}")
     need(cfg.device == "cpu" or cfg.device.startswith("cuda"), f"device must be cpu or cuda, got {cfg.device!r}")
-    need(cfg.device == "cpu" or torch.cuda.is_available(), f"device={cfg.device}, but torch sees no CUDA GPU here: use --device=cpu")
+    need(cfg.device == "cpu" or torch.cuda.is_available(),
+         f"device={cfg.device}, but torch sees no CUDA GPU here: use --device=cpu")
     need(cfg.device != "cpu" or not cfg.vllm_sleep, "vllm_sleep needs a GPU: it gives GPU memory back while training")
     if cfg.use_kl_penalty:
         need(cfg.kl_in == "loss" or cfg.kl_estimator == "k1", f'kl_in="reward" works with k1 alone (KL.md): add '
              f"--kl_estimator=k1 (it is {cfg.kl_estimator!r})")
         need(not (cfg.kl_adaptive and not cfg.kl_coef), "kl_adaptive needs a kl_coef above 0 to start from")
         for name in ("ref_update_every", "ref_offload"):
-            need(not (getattr(cfg, name) and cfg.lora_rank), f"{name} cannot be used with lora_rank: there the reference is the model without its adapters")
+            need(not (getattr(cfg, name) and cfg.lora_rank),
+                 f"{name} cannot be used with lora_rank: there the reference is the model without its adapters")
     else:
         for name in ("kl_adaptive", "kl_warmup_steps", "ref_update_every", "ref_offload"):
             need(not getattr(cfg, name), f"{name} is set, but the KL penalty is off: add --use_kl_penalty=True")
     if cfg.use_kl_penalty and cfg.kl_in == "loss" and cfg.kl_estimator == "k1" and not cfg.kl_importance_weight:
-        print("!!! unweighted k1 in the loss has an expected gradient of zero: it only adds noise (KL.md). Use k3", flush=True)
+        print("!!! unweighted k1 in the loss has an expected gradient of zero: it only adds noise (KL.md). Use k3",
+              flush=True)
 
 
 RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "tb", "model")
@@ -1288,7 +1372,8 @@ def prepare_out_dir(cfg):
     parent = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to out_dir {cfg.out_dir!r}: choose another with --out_dir=...")
-    if out.exists() and not (out / "config.json").exists() and any(not p.name.startswith(("warm_start", "previous-")) for p in out.iterdir()):
+    if out.exists() and not (out / "config.json").exists() and any(
+            not p.name.startswith(("warm_start", "previous-")) for p in out.iterdir()):
         raise UserError(f"out_dir {cfg.out_dir!r} holds files of something else: choose another with --out_dir=...")
     if cfg.resume and cfg.overwrite:
         raise UserError("--resume=True goes on, --overwrite=True starts anew: choose one")
@@ -1297,14 +1382,20 @@ def prepare_out_dir(cfg):
         raise UserError(f"--resume=True, but there is no checkpoint in {cfg.out_dir!r}")
     if steps and not cfg.overwrite:
         try: before = json.loads((out / "config.json").read_text())
-        except (OSError, ValueError): raise UserError(f"{out}/config.json cannot be read: choose another --out_dir, or --overwrite=True") from None
-        changed = {k: f"{before.get(k)} -> {v}" for k, v in vars(cfg).items() if before.get(k) != v and k not in MAY_DIFFER}
+        except (OSError, ValueError):
+            raise UserError(f"{out}/config.json cannot be read: choose another --out_dir, "
+                            "or --overwrite=True") from None
+        changed = {k: f"{before.get(k)} -> {v}" for k, v in vars(cfg).items()
+                   if before.get(k) != v and k not in MAY_DIFFER}
         unfinished = int(steps[-1].name[5:]) < before["n_grpo_steps"]
         if fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH if k in changed and (cfg.resume or unfinished)]:
-            raise UserError(f"{cfg.out_dir!r} holds another run ({', '.join(fixed)}): choose another with --out_dir=..., or --overwrite=True")
+            raise UserError(f"{cfg.out_dir!r} holds another run ({', '.join(fixed)}): choose another with --out_dir=..."
+                            ", or --overwrite=True")
         if unfinished and changed and not cfg.resume:
-            raise UserError(f"{cfg.out_dir!r} holds an unfinished run with other settings ({', '.join(f'{k}: {v}' for k, v in changed.items())}): "
-                            "--resume=True goes on with the new ones, --overwrite=True starts anew, --out_dir=... keeps both")
+            raise UserError(f"{cfg.out_dir!r} holds an unfinished run with other settings "
+                            f"({', '.join(f'{k}: {v}' for k, v in changed.items())}): "
+                            "--resume=True goes on with the new ones, --overwrite=True starts anew, "
+                            "--out_dir=... keeps both")
         if unfinished or cfg.resume:
             for name, change in changed.items(): print(f"changed on resume: {name}: {change}")
             if (saved := load_checkpoint(out)) is None:
@@ -1332,18 +1423,21 @@ def check_prompts(cfg, tokenizer, policy):
     """Before anything is started: do prompts and responses fit?"""
     size = task_size(cfg)
     held_out_problems(cfg.n_eval, **size)
-    longest = max(len(tokenizer.encode(prompt_text(make_problem(0, i, **size), tokenizer, cfg.operations))) for i in range(200))
+    longest = max(len(tokenizer.encode(prompt_text(make_problem(0, i, **size), tokenizer, cfg.operations)))
+                  for i in range(200))
     if longest > cfg.max_prompt_tokens:
         raise UserError(f"a prompt has {longest} tokens, max_prompt_tokens is {cfg.max_prompt_tokens}: raise it")
     context = getattr(policy.config, "max_position_embeddings", None) or 10**9
     if cfg.max_prompt_tokens + cfg.max_tokens > context:
-        raise UserError(f"max_prompt_tokens + max_tokens = {cfg.max_prompt_tokens + cfg.max_tokens} is longer than the model's context of {context}")
+        raise UserError(f"max_prompt_tokens + max_tokens = {cfg.max_prompt_tokens + cfg.max_tokens} is longer "
+                        f"than the model's context of {context}")
 
 
 def load_warm_start(policy, tokenizer, cfg):
     """Warm-start the tiny model, or take the weights an earlier run with the same settings kept."""
     folder = Path(cfg.out_dir) / "warm_start"
-    key = {k: getattr(cfg, k) for k in ("seed", "n_numbers", "max_number", "operations", "warm_start_steps")} | {"model": str(policy)}
+    key = ({k: getattr(cfg, k) for k in ("seed", "n_numbers", "max_number", "operations", "warm_start_steps")}
+           | {"model": str(policy)})
     key = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     if (folder / "key").exists() and (folder / "key").read_text() == key:
         print(f"warm start taken from {folder}", flush=True)
@@ -1367,7 +1461,8 @@ def load_warm_start(policy, tokenizer, cfg):
 
 
 def save_model(policy, tokenizer, folder):
-    """A complete model in Hugging Face format. With LoRA the adapters are merged into it, and kept apart in adapter/ as well."""
+    """A complete model in Hugging Face format. With LoRA the adapters are merged into it, and kept apart in
+    adapter/ as well."""
     if getattr(policy, "_hf_peft_config_loaded", False):
         policy.save_pretrained(folder / "adapter")
         merged = {k: v.to(policy.dtype).cpu() for k, v in vllm_weights(policy)}
@@ -1403,7 +1498,7 @@ def main(argv=None):
         model_id=model_id,                  # "tiny", a local folder, or a hub name
         device="cuda" if cuda else "cpu",
         lora_rank=0,                        # > 0: train adapters of this rank instead of all weights
-        gradient_checkpointing=not tiny and gpu_gib < 70,     # a fifth more time for a fraction of the activation memory
+        gradient_checkpointing=not tiny and gpu_gib < 70,     # a fifth more time, a fraction of activation memory
         compile=cuda and not tiny,          # torch.compile the decoder layers (a minute at the start)
         # run
         seed=42,
@@ -1443,7 +1538,7 @@ def main(argv=None):
         clip_range=0.2,
         clip_range_high=0.0,                # another upper bound (DAPO: 0.28); 0: the same as clip_range
         mismatch_cap=2.0,                   # largest weight old/sampler of a token
-        loss_type="grpo",                   # "grpo": mean per response; "dr_grpo": sum / max_tokens; "dapo": mean per token
+        loss_type="grpo",                   # mean per response; "dr_grpo": sum / max_tokens; "dapo": mean per token
         use_std_normalization=True,         # divide advantages by the group's standard deviation
         advantage_eps=1e-6,
         # KL penalty towards the starting model: KL.md
@@ -1465,8 +1560,10 @@ def main(argv=None):
     override(cfg, given)
     check_config(cfg)
     out, saved = Path(cfg.out_dir), prepare_out_dir(cfg)
-    policy, tokenizer = init_policy(cfg.model_id, cfg.device, seed=cfg.seed, gradient_checkpointing=cfg.gradient_checkpointing)
-    print(f"{cfg.model_id}: {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters, {policy.dtype} on {cfg.device} | "
+    policy, tokenizer = init_policy(cfg.model_id, cfg.device, seed=cfg.seed,
+                                    gradient_checkpointing=cfg.gradient_checkpointing)
+    print(f"{cfg.model_id}: {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters, "
+          f"{policy.dtype} on {cfg.device} | "
           f"{cfg.rollout_batch_size // cfg.group_size} prompts x {cfg.group_size} responses a step", flush=True)
     check_prompts(cfg, tokenizer, policy)
     claim_out_dir(cfg, saved is not None)
@@ -1481,10 +1578,11 @@ def main(argv=None):
     print("starting the sampler ...", flush=True)
     llm = TorchSampler(policy)
     if cfg.use_vllm:
-        llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, max(cfg.rollout_batch_size, 64), cfg.gpu_mem_util,
-                        cfg.enforce_eager, cfg.vllm_sleep)
+        llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, max(cfg.rollout_batch_size, 64),
+                        cfg.gpu_mem_util, cfg.enforce_eager, cfg.vllm_sleep)
     log = Log(out, vars(cfg), saved["state"]["step"] if saved else -1)
-    result, step = train(policy, llm, tokenizer, cfg, log, ref_model, cfg.kl_coef if ref_model is not None else 0.0, saved)
+    result, step = train(policy, llm, tokenizer, cfg, log, ref_model, cfg.kl_coef if ref_model is not None else 0.0,
+                         saved)
     write_folder(out / "model", lambda folder: save_model(policy, tokenizer, folder))
     report(cfg, step, log)
     return result
@@ -1495,8 +1593,8 @@ def main(argv=None):
 
 def test_functions():
     print("=== Running Quick Tests ===")
-    tests = [test_kl_divergence, test_masked_means, test_loss, test_loss_with_kl, test_kl_gradients, test_runaway, test_advantages,
-             test_reward, test_microbatches, test_exact_kl]
+    tests = [test_kl_divergence, test_masked_means, test_loss, test_loss_with_kl, test_kl_gradients, test_runaway,
+             test_advantages, test_reward, test_microbatches, test_exact_kl]
     for number, test in enumerate(tests, 1):
         print(f"✅ {number}. {test()}")
     print("=== All Tests Passed! ===", flush=True)
@@ -1546,16 +1644,18 @@ def test_loss_with_kl():
 
 
 def expected_gradient(estimator, weighted, off_policy):
-    """The exact expectation, over every token of a small vocabulary, of the gradient of the KL term; and the true gradients."""
+    """The exact expectation, over every token of a small vocabulary, of the gradient of the KL term; and
+    the true gradients."""
     g = torch.Generator().manual_seed(0)
     logits, ref, shift = torch.randn(3, 6, generator=g, dtype=torch.float64)
     logits.requires_grad_()
     logp, ref = logits.log_softmax(0), ref.log_softmax(0)
     old = (logits + off_policy * shift).log_softmax(0).detach()
-    term = lambda: compute_loss(torch.zeros(1, dtype=torch.float64), logp[None], old[None], 0.2, ref[None], 1.0, kl_estimator=estimator,
-                                kl_importance_weight=weighted)[0][0]
+    term = lambda: compute_loss(torch.zeros(1, dtype=torch.float64), logp[None], old[None], 0.2, ref[None], 1.0,
+                                kl_estimator=estimator, kl_importance_weight=weighted)[0][0]
     grad = lambda x: torch.autograd.grad(x, logits, retain_graph=True)[0]
-    return grad((old.exp() * term()).sum()), grad((logp.exp() * (logp - ref)).sum()), grad((ref.exp() * (ref - logp)).sum())
+    return (grad((old.exp() * term()).sum()), grad((logp.exp() * (logp - ref)).sum()),
+            grad((ref.exp() * (ref - logp)).sum()))
 
 
 def test_kl_gradients():
@@ -1565,13 +1665,15 @@ def test_kl_gradients():
     close(expected_gradient("k1", False, 0.0)[0], torch.zeros(6), 1e-9)
     got, _, forward = expected_gradient("k3", False, 0.0)
     close(got, forward, 1e-9)
-    return "KL gradients by enumeration: ours is that of KL(pi||ref), also off-policy; unweighted k1 has none, k3 another"
+    return ("KL gradients by enumeration: ours is that of KL(pi||ref), also off-policy; unweighted k1 has none, "
+            "k3 another")
 
 
 def test_runaway():
     for l in (-500.0, -30.0, 30.0, 500.0):
         logp = torch.tensor([[l - 600, math.nan]], requires_grad=True)
-        loss, _ = compute_loss(torch.zeros(1), logp, logp.detach(), 0.2, torch.full((1, 2), -600.0), 1.0, response_mask=torch.tensor([[1, 0]]))
+        loss, _ = compute_loss(torch.zeros(1), logp, logp.detach(), 0.2, torch.full((1, 2), -600.0), 1.0,
+                               response_mask=torch.tensor([[1, 0]]))
         loss.sum().backward()
         close(logp.grad, [[math.copysign(LIMIT, l), 0.0]])
     return "log-ratios of +-500 and a NaN behind the mask: finite loss, right-signed gradient"
@@ -1579,7 +1681,8 @@ def test_runaway():
 
 def test_advantages():
     rewards = iter([1.0, 0.0, 0.1, 0.1])
-    advantages, raw, meta = compute_group_normalized_advantages(["a"] * 4, [None] * 4, lambda *_: next(rewards), 2, 1e-6, True)
+    advantages, raw, meta = compute_group_normalized_advantages(["a"] * 4, [None] * 4, lambda *_: next(rewards),
+                                                                2, 1e-6, True)
     close(advantages, [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6), 0.0, 0.0])
     close([meta["mean"], meta["frac_groups_zero_std"]], [0.3, 0.5])
     return "advantages: by hand, exact zeros for equal rewards"
@@ -1587,9 +1690,10 @@ def test_advantages():
 
 def test_reward():
     truth = {"numbers": [3, 5, 7], "target": 22}
-    for text, reward in (("<answer>3*5+7</answer>", 1.0), ("<answer>1</answer><answer> 7 + (3 * 5) </answer>", 1.0), ("3*5+7", 0.0),
-                         ("<answer>3*5+7+0</answer>", 0.1), ("<answer>9**9**9</answer>", 0.1), ("<answer>" + "(" * 10**5 + "</answer>", 0.1),
-                         ("<answer>__import__('os')</answer>", 0.1), ("<answer>3/(5-5)*7</answer>", 0.1), ("<answer>٣*5+7</answer>", 0.1)):
+    for text, reward in (("<answer>3*5+7</answer>", 1.0), ("<answer>1</answer><answer> 7 + (3 * 5) </answer>", 1.0),
+                         ("3*5+7", 0.0), ("<answer>3*5+7+0</answer>", 0.1), ("<answer>9**9**9</answer>", 0.1),
+                         ("<answer>" + "(" * 10**5 + "</answer>", 0.1), ("<answer>__import__('os')</answer>", 0.1),
+                         ("<answer>3/(5-5)*7</answer>", 0.1), ("<answer>٣*5+7</answer>", 0.1)):
         close(reward_fn(text, truth), reward)
     problem = make_problem(1, 2, "train", 4, 9, "+-*/")
     close(reward_fn(f"<answer>{problem['solution']}</answer>", problem), 1.0)
@@ -1598,8 +1702,8 @@ def test_reward():
 
 def small_batch():
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-                         num_key_value_heads=2, tie_word_embeddings=False)
+    config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="packed")
     rows = [torch.randint(0, 32, (n,)).tolist() for n in (5, 9, 6, 12)]
     return model, make_batch([r[:3] for r in rows], [r[3:] for r in rows])
@@ -1612,8 +1716,8 @@ def test_microbatches():
         for split in ([[0, 1, 2, 3]], [[0], [3, 1], [2]]):
             model.zero_grad()
             for i in split:
-                grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], advantages[i], len(split), 0.2, loss_type, 16,
-                                     divisor=loss_divisor(b.mask, loss_type, 16))
+                grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], advantages[i], len(split), 0.2,
+                                     loss_type, 16, divisor=loss_divisor(b.mask, loss_type, 16))
             grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         close(grads[-1] / grads[-2].norm(), grads[-2] / grads[-2].norm(), 1e-5)
     return "microbatch equivalence: one of 4 rows = 1 + 2 + 1 rows of uneven lengths, all three loss types"
@@ -1624,7 +1728,8 @@ def test_exact_kl():
     ref = copy.deepcopy(model)
     with torch.no_grad():
         for p in ref.parameters(): p.add_(0.1 * torch.randn_like(p))
-    grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.zeros(4), 1, 0.2, "dapo", ref_model=ref, kl_coef=1.0, kl_estimator="exact")
+    grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.zeros(4), 1, 0.2, "dapo", ref_model=ref,
+                         kl_coef=1.0, kl_estimator="exact")
     got = model.lm_head.weight.grad.clone()
     model.zero_grad()
     p, q = (m(b.input_ids).logits.log_softmax(-1)[b.mask] for m in (model, ref))

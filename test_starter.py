@@ -75,13 +75,16 @@ TRUTH = {"numbers": [3, 5, 7], "target": 22}
 @pytest.mark.parametrize("text, reward", [
     ("<answer>3*5+7</answer>", 1.0), ("<answer> (3 * 5) + 7 </answer> done", 1.0), ("<answer>7--3*5</answer>", 1.0),
     ("<answer>1</answer> no: <answer>7+3*5</answer>", 1.0), ("<answer>3*5+7</answer><answer>3+5+7</answer>", 0.1),
-    ("<answer>3*5+7</answer><answer>3*", 1.0), ("3*5+7", 0.0), ("", 0.0), ("<answer>3*5+7", 0.0), ("</answer><answer>", 0.0),
-    ("<answer></answer>", 0.1), ("<answer>22</answer>", 0.1), ("<answer>3*5+7=22</answer>", 0.1), ("<answer>3*5+5</answer>", 0.1),
-    ("<answer>3*5+7*7/7</answer>", 0.1), ("<answer>35-7</answer>", 0.1), ("<answer>3 5*7</answer>", 0.1), ("<answer>3*(5+7</answer>", 0.1),
-    ("<answer>9**9**9</answer>", 0.1), ("<answer>3**5+7</answer>", 0.1), ("<answer>3//5+7</answer>", 0.1), ("<answer>7/(5-5)+3</answer>", 0.1),
-    ("<answer>" + "(" * 10**6 + "</answer>", 0.1), ("<answer>" + "9" * 10**6 + "</answer>", 0.1), ("<answer>" + "-" * 99 + "3</answer>", 0.1),
-    ("<answer>__import__('os').system('true')</answer>", 0.1), ("<answer>３*５+７</answer>", 0.1), ("<answer>٣*5+7</answer>", 0.1),
-    ("<answer>" * 10**5, 0.0), ("<answer>3*5+7\0</answer>", 0.1), ("<answer>3.0*5+7</answer>", 0.1), ("<answer>3e0*5+7</answer>", 0.1),
+    ("<answer>3*5+7</answer><answer>3*", 1.0), ("3*5+7", 0.0), ("", 0.0), ("<answer>3*5+7", 0.0),
+    ("</answer><answer>", 0.0), ("<answer></answer>", 0.1), ("<answer>22</answer>", 0.1),
+    ("<answer>3*5+7=22</answer>", 0.1), ("<answer>3*5+5</answer>", 0.1), ("<answer>3*5+7*7/7</answer>", 0.1),
+    ("<answer>35-7</answer>", 0.1), ("<answer>3 5*7</answer>", 0.1), ("<answer>3*(5+7</answer>", 0.1),
+    ("<answer>9**9**9</answer>", 0.1), ("<answer>3**5+7</answer>", 0.1), ("<answer>3//5+7</answer>", 0.1),
+    ("<answer>7/(5-5)+3</answer>", 0.1), ("<answer>" + "(" * 10**6 + "</answer>", 0.1),
+    ("<answer>" + "9" * 10**6 + "</answer>", 0.1), ("<answer>" + "-" * 99 + "3</answer>", 0.1),
+    ("<answer>__import__('os').system('true')</answer>", 0.1), ("<answer>３*５+７</answer>", 0.1),
+    ("<answer>٣*5+7</answer>", 0.1), ("<answer>" * 10**5, 0.0), ("<answer>3*5+7\0</answer>", 0.1),
+    ("<answer>3.0*5+7</answer>", 0.1), ("<answer>3e0*5+7</answer>", 0.1),
 ])
 def test_reward(text, reward):
     start = time.time()
@@ -92,9 +95,11 @@ def test_reward(text, reward):
 def test_model_text_is_never_evaluated_and_nothing_foreign_is_trusted():
     tree = ast.parse((HERE / "starter.py").read_text())
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    assert not [n for n in calls if isinstance(n.func, ast.Name) and n.func.id in ("eval", "exec", "compile", "__import__")]
+    assert not [n for n in calls if isinstance(n.func, ast.Name)
+                and n.func.id in ("eval", "exec", "compile", "__import__")]
     keywords = {(k.arg, getattr(k.value, "value", None)) for n in calls for k in n.keywords}
-    assert ("trust_remote_code", True) not in keywords and ("weights_only", False) not in keywords and ("weights_only", True) in keywords
+    assert (("trust_remote_code", True) not in keywords and ("weights_only", False) not in keywords
+            and ("weights_only", True) in keywords)
     assert not [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and "pickle" in ast.dump(n)]
 
 
@@ -163,10 +168,13 @@ def test_loss_by_hand_in_every_clip_case():
         logp = ratio.log()[None].clone().requires_grad_()
         loss, meta = s.compute_loss(torch.tensor([adv], dtype=F64), logp, torch.zeros(1, 5, dtype=F64), 0.2)
         loss.sum().backward()
-        assert torch.allclose(-loss[0], torch.tensor(want, dtype=F64)) and torch.allclose(-logp.grad[0], torch.tensor(grad, dtype=F64))
-        assert meta["clip_fraction"] == 0.2 and meta["ratio_max"] == pytest.approx(1.5) and meta["ratio_mean"] == pytest.approx(1.0)
+        assert (torch.allclose(-loss[0], torch.tensor(want, dtype=F64))
+                and torch.allclose(-logp.grad[0], torch.tensor(grad, dtype=F64)))
+        assert (meta["clip_fraction"] == 0.2 and meta["ratio_max"] == pytest.approx(1.5)
+                and meta["ratio_mean"] == pytest.approx(1.0))
         assert meta["approx_kl"] == pytest.approx(float((ratio - 1 - ratio.log()).mean()))
-    high, _ = s.compute_loss(torch.tensor([2.0]), torch.tensor([1.5]).log()[None], torch.zeros(1, 1), 0.2, clip_range_high=0.28)
+    high, _ = s.compute_loss(torch.tensor([2.0]), torch.tensor([1.5]).log()[None], torch.zeros(1, 1), 0.2,
+                             clip_range_high=0.28)
     assert high.item() == pytest.approx(-2.56)
 
 
@@ -192,8 +200,9 @@ def test_kl_metadata_on_and_off():
     logp, ref = torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -1.0, 9.0]])
     mask = torch.tensor([[1, 1, 0]])
     off = s.compute_loss(torch.ones(1), logp, logp, 0.2, response_mask=mask)[1]
-    nan = s.compute_loss(torch.ones(1), logp, logp, 0.2, ref * math.nan, 0.0, response_mask=mask)     # not evaluated at all
-    assert all(off[k] == 0.0 for k in KL_META) and all(nan[1][k] == 0.0 for k in KL_META) and torch.isfinite(nan[0]).all()
+    nan = s.compute_loss(torch.ones(1), logp, logp, 0.2, ref * math.nan, 0.0, response_mask=mask)     # not evaluated
+    assert (all(off[k] == 0.0 for k in KL_META) and all(nan[1][k] == 0.0 for k in KL_META)
+            and torch.isfinite(nan[0]).all())
     on = s.compute_loss(torch.ones(1), logp, logp, 0.2, ref, 0.1, response_mask=mask, kl_estimator="k1")[1]
     k3 = [math.exp(-0.5) - 0.5, math.e - 2]
     assert on["kl_penalty_mean"] == pytest.approx(-0.25) and on["kl_mean"] == pytest.approx(sum(k3) / 2, abs=1e-6)
@@ -227,7 +236,8 @@ def truth(seed=0):
     rkl = (logp.exp() * (logp - ref)).sum()
     old = (logits + 0.4 * shift).log_softmax(0).detach()
     return SimpleNamespace(rkl=rkl.item(), d_rkl=grad(rkl), d_fkl=grad((ref.exp() * (ref - logp)).sum()),
-                           k2=(logp.exp() * (logp - ref) ** 2 / 2).sum().item(), d_old=grad((old.exp() * (old - logp)).sum()))
+                           k2=(logp.exp() * (logp - ref) ** 2 / 2).sum().item(),
+                           d_old=grad((old.exp() * (old - logp)).sum()))
 
 
 def relative(a, b):
@@ -243,21 +253,25 @@ def test_kl_value_and_expected_gradient(estimator, weighted, off, seed):
     right = weighted or estimator == "exact" or (estimator == "k2" and not off)
     if right: assert relative(grad, t.d_rkl) < 1e-9
     else: assert relative(grad, t.d_rkl) > 0.05
-    if estimator in ("k1", "k3") and (weighted or not off) or estimator == "exact": assert value == pytest.approx(t.rkl, rel=1e-9)
+    if estimator in ("k1", "k3") and (weighted or not off) or estimator == "exact":
+        assert value == pytest.approx(t.rkl, rel=1e-9)
     if estimator == "k2" and (weighted or not off): assert value == pytest.approx(t.k2, rel=1e-9)
-    if (estimator, weighted) == ("k1", False): assert (grad.norm() < 1e-12) if not off else relative(grad, -t.d_old) < 1e-9
+    if (estimator, weighted) == ("k1", False):
+        assert (grad.norm() < 1e-12) if not off else relative(grad, -t.d_old) < 1e-9
     if (estimator, weighted, off) == ("k3", False, False): assert relative(grad, t.d_fkl) < 1e-9
 
 
 def sequence_kl(weight_of_the_future):
-    """3-token sequences over 3 tokens, every one enumerated: (gradient of what the trainer does, gradient of the sequence KL)."""
+    """3-token sequences over 3 tokens, every one enumerated: (gradient of what the trainer does, gradient of the
+    sequence KL)."""
     g = torch.Generator().manual_seed(3)
     V, prefixes = 3, [p for n in range(3) for p in itertools.product(range(3), repeat=n)]
     logits = torch.randn(len(prefixes), V, generator=g, dtype=F64).requires_grad_()
     ref = torch.randn(len(prefixes), V, generator=g, dtype=F64).log_softmax(-1)
     row = {p: i for i, p in enumerate(prefixes)}
     sequences = list(itertools.product(range(V), repeat=3))
-    pick = lambda table: torch.stack([torch.stack([table[row[q[:t]], q[t]] for t in range(3)]) for q in sequences])      # [27, 3]
+    pick = lambda table: torch.stack([torch.stack([table[row[q[:t]], q[t]] for t in range(3)])
+                                      for q in sequences])      # [27, 3]
     logp, ref_logp = pick(logits.log_softmax(-1)), pick(ref)
     prob = logp.sum(1).exp()
     true = torch.autograd.grad((prob * (logp - ref_logp).sum(1)).sum(), logits, retain_graph=True)[0]
@@ -279,8 +293,9 @@ def test_kl_in_the_loss_misses_how_a_token_changes_later_prefixes():
     assert 0.02 < relative(got, true) < 1.0
 
 
-@pytest.mark.parametrize("estimator, weighted, right", [("k3", True, True), ("k1", True, True), ("k2", True, True), ("k2", False, True),
-                                                       ("exact", True, True), ("k1", False, False), ("k3", False, False)])
+@pytest.mark.parametrize("estimator, weighted, right", [
+    ("k3", True, True), ("k1", True, True), ("k2", True, True), ("k2", False, True), ("exact", True, True),
+    ("k1", False, False), ("k3", False, False)])
 def test_maximising_reward_minus_kl_reaches_the_closed_form_optimum(estimator, weighted, right):
     logits, ref, shift = toy()
     reward, beta = shift.abs(), 0.3
@@ -290,8 +305,8 @@ def test_maximising_reward_minus_kl_reaches_the_closed_form_optimum(estimator, w
     for _ in range(1500):
         logp = x.log_softmax(0)
         exact = (logp.exp() * (logp - ref)).sum().expand(1, len(ref)) if estimator == "exact" else None
-        loss, _ = s.compute_loss(reward[None], logp[None], logp[None].detach(), 0.2, ref[None], beta, kl_estimator=estimator,
-                                 kl_importance_weight=weighted, exact_kl=exact)
+        loss, _ = s.compute_loss(reward[None], logp[None], logp[None].detach(), 0.2, ref[None], beta,
+                                 kl_estimator=estimator, kl_importance_weight=weighted, exact_kl=exact)
         optimizer.zero_grad()
         (logp.exp().detach() * loss[0]).sum().backward()          # the exact expectation: no sampling noise
         optimizer.step()
@@ -306,21 +321,24 @@ def test_runaway_log_ratios(estimator, weighted, dtype):
     for size in (1, 5, 15, 20, 50, 89, 200, 500):
         for l in (size, -size):
             logp = torch.tensor([[l / 2]], dtype=dtype).requires_grad_()         # halves: exact in bf16
-            loss, meta = s.compute_loss(torch.zeros(1), logp, logp.detach(), 0.2, torch.tensor([[-l / 2]], dtype=dtype), 1.0,
-                                        kl_estimator=estimator, kl_importance_weight=weighted)
+            loss, meta = s.compute_loss(torch.zeros(1), logp, logp.detach(), 0.2, torch.tensor([[-l / 2]], dtype=dtype),
+                                        1.0, kl_estimator=estimator, kl_importance_weight=weighted)
             assert loss.dtype == torch.float32 and torch.isfinite(loss).all()
             loss.sum().backward()
             grad = float(logp.grad)
             assert math.isfinite(grad)
-            if estimator != "k1" or (weighted and size > 1): assert math.copysign(1, grad) == math.copysign(1, l)       # back towards the reference
+            if estimator != "k1" or (weighted and size > 1):
+                assert math.copysign(1, grad) == math.copysign(1, l)       # back towards the reference
             assert meta["kl_clamped_frac"] == float(size > 20)
 
 
 def test_off_policy_runaways_are_capped_and_never_lose_their_gradient():
     logp = torch.tensor([[-1.0, -60.0]], requires_grad=True)
-    loss, meta = s.compute_loss(torch.tensor([-1.0]), logp, torch.tensor([[-60.0, -1.0]]), 0.2, torch.full((1, 2), -3.0), 1.0)
+    loss, meta = s.compute_loss(torch.tensor([-1.0]), logp, torch.tensor([[-60.0, -1.0]]), 0.2,
+                                torch.full((1, 2), -3.0), 1.0)
     loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.isfinite(logp.grad).all() and logp.grad[0, 0] > 0 and meta["kl_clamped_frac"] == 1.0
+    assert (torch.isfinite(loss).all() and torch.isfinite(logp.grad).all() and logp.grad[0, 0] > 0
+            and meta["kl_clamped_frac"] == 1.0)
 
 
 def test_masked_garbage_changes_nothing():
@@ -336,7 +354,8 @@ def test_masked_garbage_changes_nothing():
 
 def test_empty_mask_is_zero_with_zero_gradient():
     logp = torch.randn(2, 3, requires_grad=True)
-    loss, meta = s.compute_loss(torch.ones(2), logp, logp.detach(), 0.2, logp.detach(), 0.1, response_mask=torch.zeros(2, 3))
+    loss, meta = s.compute_loss(torch.ones(2), logp, logp.detach(), 0.2, logp.detach(), 0.1,
+                                response_mask=torch.zeros(2, 3))
     loss.sum().backward()
     assert (loss == 0).all() and (logp.grad == 0).all() and all(v == 0 for v in meta.values())
 
@@ -347,7 +366,7 @@ def test_unmasked_bad_log_probs_are_named(which, value):
     tensors = {k: torch.full((2, 3), -1.0) for k in ("policy", "old", "ref")}
     tensors[which][1, 2] = value
     call = lambda: s.compute_loss(torch.ones(2), tensors["policy"], tensors["old"], 0.2, tensors["ref"], 0.1)
-    if which == "ref" and value == -math.inf:                      # the reference rules the token out: clamped and counted
+    if which == "ref" and value == -math.inf:                  # the reference rules the token out: clamped and counted
         loss, meta = call()
         assert torch.isfinite(loss).all() and meta["kl_clamped_frac"] == pytest.approx(1 / 6)
     else:
@@ -356,12 +375,15 @@ def test_unmasked_bad_log_probs_are_named(which, value):
 
 def test_unknown_estimator_and_loss_type():
     x = torch.zeros(1, 1)
-    with pytest.raises(s.UserError, match="k1, k2, k3, exact"): s.compute_loss(torch.ones(1), x, x, 0.2, x, 0.1, kl_estimator="k4")
-    with pytest.raises(s.UserError, match="loss_type"): s.grpo_microbatch_step(None, x.long(), x.long(), x, x, 1, 0.2, "ppo")
+    with pytest.raises(s.UserError, match="k1, k2, k3, exact"):
+        s.compute_loss(torch.ones(1), x, x, 0.2, x, 0.1, kl_estimator="k4")
+    with pytest.raises(s.UserError, match="loss_type"):
+        s.grpo_microbatch_step(None, x.long(), x.long(), x, x, 1, 0.2, "ppo")
 
 
 def test_plain_autograd_of_rho_k3_is_what_the_explicit_gradient_replaces():
-    """The reason for setting the gradient by hand: in float32 the textbook expression is wrong or NaN for a runaway token."""
+    """The reason for setting the gradient by hand: in float32 the textbook expression is wrong or NaN for a
+    runaway token."""
     wrong = []
     for delta in (5.0, 25.0, 95.0):
         logp = torch.tensor([-delta - 1.0], requires_grad=True)
@@ -380,25 +402,42 @@ def adaptive(rule, kls, target=0.05, coef=0.01):
     return coef
 
 
+def test_warnings_are_given_once(capsys):
+    s.warn_once.__defaults__[0].clear()
+    cfg, state = SimpleNamespace(kl_adaptive=False, ref_update_every=0), SimpleNamespace(step=11)
+    calm = {"kl/mean": 0.05, "train/frac_groups_zero_std": 0.2, "train/truncated_frac": 0.0}
+    s.follow_kl(calm, state, cfg, True)
+    assert capsys.readouterr().out == ""
+    for change, words in (({"kl/mean": 0.3}, "above 0.2"), ({"kl/mean": 0.0}, "nothing moves"),
+                          ({"train/frac_groups_zero_std": 1.0}, "equal rewards"), ({"train/truncated_frac": 0.9}, "cut off")):
+        s.follow_kl(calm | change, state, cfg, True), s.follow_kl(calm | change, state, cfg, True)
+        assert capsys.readouterr().out.count(words) == 1
+
+
 def test_adaptive_coefficient():
-    assert adaptive("threshold", [0.08]) == pytest.approx(0.015) and adaptive("threshold", [0.02]) == pytest.approx(0.0075)
+    assert (adaptive("threshold", [0.08]) == pytest.approx(0.015)
+            and adaptive("threshold", [0.02]) == pytest.approx(0.0075))
     assert adaptive("threshold", [0.05, 0.07, 0.03]) == 0.01
-    assert adaptive("proportional", [0.055]) == pytest.approx(0.01 * 1.01) and adaptive("proportional", [5.0]) == pytest.approx(0.01 * 1.02)
+    assert (adaptive("proportional", [0.055]) == pytest.approx(0.01 * 1.01)
+            and adaptive("proportional", [5.0]) == pytest.approx(0.01 * 1.02))
     for rule in ("threshold", "proportional"):
         assert adaptive(rule, [math.nan, math.inf]) == 0.01
-        assert adaptive(rule, [9.0] * 2000) == s.KL_COEF_BOUNDS[1] and adaptive(rule, [0.0] * 2000) == s.KL_COEF_BOUNDS[0]
+        assert (adaptive(rule, [9.0] * 2000) == s.KL_COEF_BOUNDS[1]
+                and adaptive(rule, [0.0] * 2000) == s.KL_COEF_BOUNDS[0])
 
 
 # ------------------------------------------------------------------------------------------------ models and log-probs
 
-CHAT = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+CHAT = ("{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|bot|>{% endif %}")
 
 
 def make_model(arch="qwen3", tied=True, seed=0, scale=0.15, **kw):
     """A tiny real model, its weights large enough that mistakes show."""
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[arch](
-        **dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-               max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=tied) | kw)
+        **dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=2, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=1,
+               pad_token_id=0, tie_word_embeddings=tied) | kw)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").float()
     randomize(model, seed, scale)
     return model
@@ -414,7 +453,8 @@ def randomize(model, seed, scale=0.15):
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """A Hugging Face folder made on the spot: random weights and a real byte-level BPE tokenizer with a chat template."""
+    """A Hugging Face folder made on the spot: random weights and a real byte-level BPE tokenizer with a
+    chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -423,7 +463,8 @@ def model_folder(tmp_path_factory):
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         bpe.train_from_iterator(["<answer> the numbers make an expression </answer>"], trainers.BpeTrainer(
-            vocab_size=320, special_tokens=["<pad>", "<|end|>", "<|user|>", "<|bot|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+            vocab_size=320, special_tokens=["<pad>", "<|end|>", "<|user|>", "<|bot|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
         hf = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token="<pad>")
         hf.chat_template = CHAT
         hf.save_pretrained(folder)
@@ -448,7 +489,7 @@ def grads(model):
 
 
 def test_make_batch_masks_by_length_and_shifts():
-    b = s.make_batch([[0, 5], [7]], [[0, 0, 1], [9]], [[-0.1, -0.2, -0.3], [-0.4]])        # token 0 is an ordinary token here
+    b = s.make_batch([[0, 5], [7]], [[0, 0, 1], [9]], [[-0.1, -0.2, -0.3], [-0.4]])     # token 0 is an ordinary token
     assert b.input_ids.tolist() == [[0, 5, 0, 0], [7, 0, 0, 0]] and b.labels.tolist() == [[5, 0, 0, 1], [9, 0, 0, 0]]
     assert b.mask.tolist() == [[False, True, True, True], [True, False, False, False]]
     assert torch.allclose(b.rollout_log_probs, torch.tensor([[0, -0.1, -0.2, -0.3], [-0.4, 0, 0, 0]]))
@@ -473,9 +514,11 @@ def test_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, arch, tied
 def test_log_probs_without_a_mask_and_with_negative_labels():
     model, b = make_model(), batch_of((8, 8))
     everything = s.get_response_log_probs(model, b.input_ids, b.labels)
-    assert torch.allclose(everything, model(b.input_ids).logits.log_softmax(-1).gather(-1, b.labels[..., None])[..., 0], atol=1e-5)
+    assert torch.allclose(everything, model(b.input_ids).logits.log_softmax(-1).gather(-1, b.labels[..., None])[..., 0],
+                          atol=1e-5)
     labels = torch.where(b.mask, b.labels, -100)
-    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, labels), torch.where(b.mask, everything, 0), atol=1e-6)
+    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, labels), torch.where(b.mask, everything, 0),
+                          atol=1e-6)
 
 
 def test_a_model_with_scaled_logits_takes_the_plain_path():
@@ -483,7 +526,8 @@ def test_a_model_with_scaled_logits_takes_the_plain_path():
         def __init__(self): super().__init__(); self.inner = make_model()
         def forward(self, ids): return SimpleNamespace(logits=30 * torch.tanh(self.inner(ids).logits / 30))
     model, b = Capped(), batch_of((8, 5))
-    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask), plain_log_probs(model, b), atol=1e-5)
+    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask),
+                          plain_log_probs(model, b), atol=1e-5)
 
 
 class Largest(TorchDispatchMode):
@@ -507,16 +551,19 @@ def test_logits_never_exist_whole_and_memory_is_flat_in_the_number_of_chunks(mon
         b, kept = batch_of([3 + chunk] * n_chunks, vocab), []
         Largest.numel = 0
         with Largest(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-            s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(n_chunks), 1, 0.2, ref_model=ref, kl_coef=0.1, kl_estimator=estimator)
+            s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(n_chunks), 1, 0.2, ref_model=ref,
+                                   kl_coef=0.1, kl_estimator=estimator)
         largest[n_chunks], saved[n_chunks] = Largest.numel, max(x for x in kept)
     weights = vocab * 64
-    assert largest[2] == largest[8] <= max(weights, 2 * chunk * vocab) and saved[8] <= weights     # 64 tokens x 4096 would be as large as the weights
+    # 64 tokens x 4096 would be as large as the weights
+    assert largest[2] == largest[8] <= max(weights, 2 * chunk * vocab) and saved[8] <= weights
 
 
 def test_exact_kl_equals_the_plain_formula_in_value_and_gradient(monkeypatch):
     monkeypatch.setattr(s, "LOGITS_PER_CHUNK", 320 * 4)
     model, ref, b = make_model(), make_model(seed=1), batch_of((9, 14, 6))
-    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.zeros(3), 1, 0.2, "dapo", ref_model=ref, kl_coef=0.5, kl_estimator="exact", temperature=0.8)
+    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.zeros(3), 1, 0.2, "dapo",
+                                     ref_model=ref, kl_coef=0.5, kl_estimator="exact", temperature=0.8)
     ours = grads(model)
     model.zero_grad()
     p, q = ((m(b.input_ids).logits / 0.8).log_softmax(-1)[b.mask] for m in (model, ref))
@@ -533,7 +580,8 @@ def whole_step(model, b, adv, split, loss_type, divisor=True, **kw):
     for i in split:
         part = {k: v[i] for k, v in kw.items() if torch.is_tensor(v)}
         rest = {k: v for k, v in kw.items() if not torch.is_tensor(v)}
-        loss += s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], len(split), 0.2, loss_type, 24, **rest, **part,
+        loss += s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], len(split), 0.2,
+                                       loss_type, 24, **rest, **part,
                                        divisor=s.loss_divisor(b.mask, loss_type, 24) if divisor else None)[0]
     return float(loss), grads(model)
 
@@ -546,10 +594,12 @@ def test_the_gradient_does_not_depend_on_the_microbatches(loss_type):
     model, ref, b = make_model(), make_model(seed=1, scale=0.14), batch_of((5, 19, 9, 4, 12, 7))
     adv = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.3, 0.1])
     old = plain_log_probs(model, b).detach() + 0.1
-    results = [whole_step(model, b, adv, split, loss_type, ref_model=ref, kl_coef=0.1, old_log_probs=old) for split in SPLITS]
+    results = [whole_step(model, b, adv, split, loss_type, ref_model=ref, kl_coef=0.1, old_log_probs=old)
+               for split in SPLITS]
     for loss, grad in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-5) and relative(grad, results[0][1]) < 1e-5
-    wrong = whole_step(model, b, adv, SPLITS[2], loss_type, divisor=False, ref_model=ref, kl_coef=0.1, old_log_probs=old)[1]
+    wrong = whole_step(model, b, adv, SPLITS[2], loss_type, divisor=False, ref_model=ref, kl_coef=0.1,
+                       old_log_probs=old)[1]
     assert relative(wrong, results[0][1]) > 0.05        # the mean of microbatch means, which the divisor replaces
 
 
@@ -561,9 +611,11 @@ def test_loss_types_by_hand(loss_type):
     model.zero_grad()
     logp, m = plain_log_probs(model, b), b.mask.float()
     rows = (-adv[:, None] * (logp - logp.detach()).exp() * m)
-    want = {"grpo": (rows.sum(1) / m.sum(1)).mean(), "dr_grpo": rows.sum() / 3 / 24, "dapo": rows.sum() / m.sum()}[loss_type] / 2
+    want = {"grpo": (rows.sum(1) / m.sum(1)).mean(), "dr_grpo": rows.sum() / 3 / 24,
+            "dapo": rows.sum() / m.sum()}[loss_type] / 2
     want.backward()
-    assert float(loss) == pytest.approx(want.item(), abs=1e-6) and relative(ours, grads(model)) < 1e-5 and meta["n_tokens"] == int(m.sum())
+    assert (float(loss) == pytest.approx(want.item(), abs=1e-6) and relative(ours, grads(model)) < 1e-5
+            and meta["n_tokens"] == int(m.sum()))
 
 
 def test_a_microbatch_without_response_tokens_does_nothing():
@@ -586,7 +638,8 @@ def test_microbatches_by_tokens():
 
 def test_metadata_of_microbatches_merges_into_that_of_the_batch():
     model, ref, b, adv = make_model(), make_model(seed=1), batch_of((5, 19, 9, 4)), torch.tensor([1.0, -1.0, 0.5, 2.0])
-    run = lambda i: s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], 1, 0.2, divisor=4, ref_model=ref, kl_coef=0.1)[1]
+    run = lambda i: s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], 1, 0.2, divisor=4,
+                                           ref_model=ref, kl_coef=0.1)[1]
     whole, merged = run([0, 1, 2, 3]), s.merge_metadata([run([0, 1]), run([2]), run([3])])
     assert set(whole) == set(merged)
     for key in whole: assert merged[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
@@ -596,7 +649,8 @@ def test_bf16_weights_take_small_steps_through_float32_masters():
     """Ten steps of 1e-6: the masters follow a float32 run; weights that are bf16 alone do not move at all."""
     def train(dtype, masters):
         model = make_model().to(dtype)
-        optimizer = s.Optimizer(model, 1e-6) if masters else torch.optim.AdamW(model.parameters(), 1e-6, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = s.Optimizer(model, 1e-6) if masters else torch.optim.AdamW(
+            model.parameters(), 1e-6, betas=(0.9, 0.95), weight_decay=0.0)
         b = batch_of((9, 14, 6))
         start = [p.detach().clone() for p in model.parameters()]
         for _ in range(10):
@@ -618,10 +672,11 @@ def test_float32_weights_are_their_own_masters_and_gradients_add_up_in_float32()
     model = make_model().to(torch.bfloat16)
     optimizer, b = s.Optimizer(model, 1e-3), batch_of((9, 14))
     for _ in range(3): s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(2), 3, 0.2)
-    assert all(m.grad.dtype == torch.float32 for m in optimizer.masters) and all(p.grad is None for p in model.parameters())
+    assert (all(m.grad.dtype == torch.float32 for m in optimizer.masters)
+            and all(p.grad is None for p in model.parameters()))
 
 
-# ----------------------------------------------------------------------------------------------- tokenizers, model folders
+# -------------------------------------------------------------------------------------------- tokenizers, model folders
 
 def test_tiny_tokenizer_and_its_saved_copy_agree(tmp_path):
     tiny = s.Tokenizer()
@@ -638,13 +693,15 @@ def test_tiny_tokenizer_and_its_saved_copy_agree(tmp_path):
 def test_chat_prompt_of_a_hugging_face_tokenizer(model_folder):
     policy, tokenizer = s.init_policy(str(model_folder("qwen3", True)))
     text = s.prompt_text({"numbers": [3, 5, 7], "target": 22}, tokenizer, "+-*/")
-    assert text.startswith("<|user|>Using the numbers [3, 5, 7]") and text.endswith("<|bot|>") and "22" in text and "<think>" in text and "+ - * /" in text
+    assert (text.startswith("<|user|>Using the numbers [3, 5, 7]") and text.endswith("<|bot|>") and "22" in text
+            and "<think>" in text and "+ - * /" in text)
     assert tokenizer.stop_ids == [1] and tokenizer.encode(text)[-1] == tokenizer.hf.convert_tokens_to_ids("<|bot|>")
 
 
 def test_dropout_is_off():
     policy, _ = s.init_policy("tiny")
-    assert policy.training and all(m.p == 0 for m in policy.modules() if isinstance(m, torch.nn.Dropout)) and sum(p.numel() for p in policy.parameters()) < 2e6
+    assert (policy.training and all(m.p == 0 for m in policy.modules() if isinstance(m, torch.nn.Dropout))
+            and sum(p.numel() for p in policy.parameters()) < 2e6)
 
 
 def lora_policy():
@@ -665,7 +722,8 @@ def test_lora_reference_is_the_model_without_its_adapters_and_vllm_gets_merged_w
     merged = make_model("llama", False)
     merged.load_state_dict(dict(s.vllm_weights(model)))
     assert torch.allclose(plain_log_probs(merged, b), plain_log_probs(model, b), atol=1e-4)
-    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(2), 1, 0.2, ref_model=model, kl_coef=0.1)
+    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(2), 1, 0.2, ref_model=model,
+                                     kl_coef=0.1)
     assert meta["kl_mean"] > 0 and all((p.grad is not None) == ("lora_" in n) for n, p in model.named_parameters())
 
 
@@ -673,7 +731,7 @@ def test_lora_reference_is_the_model_without_its_adapters_and_vllm_gets_merged_w
 
 PARAMS = dict(temperature=1.0, min_tokens=0, max_tokens=12, n=4, stop_ids=[1])
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
-LONG = [[int(t) for t in np.random.RandomState(i).randint(2, 320, 150)] for i in range(2)]      # longer than a cache block of 128
+LONG = [[int(t) for t in np.random.RandomState(i).randint(2, 320, 150)] for i in range(2)]      # > a cache block (128)
 
 
 def worst_gap(model, prompts, responses, temperature=1.0):
@@ -698,19 +756,22 @@ def test_torch_sampler(temperature):
     a = s.rollout_with_vllm(llm, PROMPTS, params, 42, 1)
     check_responses(a, 12, 12)
     assert worst_gap(model, PROMPTS, a, temperature) < 1e-4
-    assert a == s.rollout_with_vllm(llm, PROMPTS, params, 42, 1) and a != s.rollout_with_vllm(llm, PROMPTS, params, 42, 2)
+    assert (a == s.rollout_with_vllm(llm, PROMPTS, params, 42, 1)
+            and a != s.rollout_with_vllm(llm, PROMPTS, params, 42, 2))
     alone = s.rollout_with_vllm(llm, PROMPTS[:1], params, 42, 1)
-    assert [r[0] for r in alone] == [r[0] for r in a[:4]]            # a request's tokens do not depend on its neighbours
+    assert [r[0] for r in alone] == [r[0] for r in a[:4]]         # a request's tokens do not depend on its neighbours
     assert len({tuple(r[0]) for r in a[:4]}) > 1 and model.training
 
 
 def test_torch_sampler_samples_from_the_distribution():
     model = make_model(scale=0.3)
     params = s.init_sampling_params(1.0, 0, 1, 4000, [1])
-    counts = np.bincount([r[0][0] for r in s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], params, 0, 0)], minlength=320) / 4000
+    counts = np.bincount([r[0][0] for r in s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], params, 0, 0)],
+                         minlength=320) / 4000
     with torch.no_grad(): p = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
     assert np.abs(counts - p).max() < 4 * math.sqrt(0.25 / 4000)
-    banned = s.rollout_with_vllm(s.TorchSampler(model), [[5]], s.init_sampling_params(1.0, 3, 6, 200, list(range(100))), 0, 0)
+    banned = s.rollout_with_vllm(s.TorchSampler(model), [[5]], s.init_sampling_params(1.0, 3, 6, 200, list(range(100))),
+                                 0, 0)
     assert all(not set(r[0][:3]) & set(range(100)) for r in banned)
     greedy = s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], s.init_sampling_params(0.0, 0, 1, 1, [1]), 0, 0)
     assert greedy[0][0] == [int(p.argmax())]
@@ -718,7 +779,8 @@ def test_torch_sampler_samples_from_the_distribution():
 
 def test_request_seeds_depend_on_everything():
     seeds = [s.request_seed(*args) for args in itertools.product((1, 2), (3, 4, "eval"), (5, 6))]
-    assert len(set(seeds)) == 12 and all(0 <= x < 2**48 for x in seeds) and s.request_seed(1, 2, 3) == s.request_seed(1, 2, 3)
+    assert (len(set(seeds)) == 12 and all(0 <= x < 2**48 for x in seeds)
+            and s.request_seed(1, 2, 3) == s.request_seed(1, 2, 3))
 
 
 needs_vllm = pytest.mark.skipif(vllm is None, reason="vLLM is not installed here (make test installs it)")
@@ -731,7 +793,8 @@ def engine(request):
     before = torch.get_rng_state(), torch.get_num_threads(), torch.set_num_threads, dict(os.environ)
     llm = s.init_vllm(model, 256, 64)
     assert not isinstance(llm, s.TorchSampler), "the real vLLM must start here"
-    assert torch.equal(before[0], torch.get_rng_state()) and before[1:3] == (torch.get_num_threads(), torch.set_num_threads)
+    assert (torch.equal(before[0], torch.get_rng_state())
+            and before[1:3] == (torch.get_num_threads(), torch.set_num_threads))
     return model, llm
 
 
@@ -777,7 +840,8 @@ def test_vllm_errors_are_not_swallowed(engine, monkeypatch):
     monkeypatch.setattr(llm, "reset_prefix_cache", lambda *a, **k: False)
     with pytest.raises(RuntimeError, match="prefix cache"): s.load_policy_into_vllm_instance(model, llm)
     monkeypatch.setattr(llm, "generate", lambda *a, **k: [])
-    with pytest.raises(RuntimeError, match="returned 0 responses"): s.rollout_with_vllm(llm, PROMPTS, s.init_sampling_params(**PARAMS), 0, 0)
+    with pytest.raises(RuntimeError, match="returned 0 responses"):
+        s.rollout_with_vllm(llm, PROMPTS, s.init_sampling_params(**PARAMS), 0, 0)
 
 
 def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
@@ -786,13 +850,16 @@ def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
     assert "!!! vLLM cannot be used here" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------- the real script, end to end
+# ------------------------------------------------------------------------------------------ the real script, end to end
 
-SMALL = ["--model_id=tiny", "--device=cpu", "--n_grpo_steps=2", "--rollout_batch_size=8", "--group_size=4", "--n_eval=8", "--warm_start_steps=60", "--eval_every=2",
-         "--save_every=2", "--max_tokens=12"]
-SCALARS = """train/reward_mean, train/reward_std, train/loss, train/grad_norm, train/kl_penalty, train/kl_coef, train/clip_fraction,
-train/entropy, train/avg_output_tokens, train/truncated_frac, train/answer_frac, train/frac_groups_zero_std, train/skipped_steps,
-kl/mean, kl/max, kl/min, kl/policy_logp_mean, kl/ref_logp_mean, rollout/logp_gap_mean, rollout/logp_gap_max, time/rollout,
+SMALL = ["--model_id=tiny", "--device=cpu", "--n_grpo_steps=2", "--rollout_batch_size=8", "--group_size=4",
+         "--n_eval=8", "--warm_start_steps=60", "--eval_every=2", "--save_every=2", "--max_tokens=12"]
+SCALARS = """train/reward_mean, train/reward_std, train/loss, train/grad_norm, train/kl_penalty, train/kl_coef, \
+train/clip_fraction,
+train/entropy, train/avg_output_tokens, train/truncated_frac, train/answer_frac, train/frac_groups_zero_std, \
+train/skipped_steps,
+kl/mean, kl/max, kl/min, kl/policy_logp_mean, kl/ref_logp_mean, rollout/logp_gap_mean, rollout/logp_gap_max, \
+time/rollout,
 time/train, time/sync, time/step, perf/tokens_per_s""".replace("\n", " ").split(", ")
 EVAL = ["eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens"]
 
@@ -809,7 +876,8 @@ WARM = Path(tempfile.mkdtemp())
 
 
 def put_warm_start(out):
-    """The tiny model after a short warm start, made once per test session; the program checks by itself that it fits the settings."""
+    """The tiny model after a short warm start, made once per test session; the program checks by itself that it fits
+    the settings."""
     if not (WARM / "warm_start").exists():
         s.main([*SMALL, "--use_vllm=False", f"--out_dir={WARM}"])
     shutil.copytree(WARM / "warm_start", Path(out) / "warm_start", dirs_exist_ok=True)
@@ -823,7 +891,8 @@ def run_main(out, *args):
 
 def script(out, *args, **kw):
     put_warm_start(out)
-    return subprocess.run([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args], capture_output=True, text=True, timeout=300, **kw)
+    return subprocess.run([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args],
+                          capture_output=True, text=True, timeout=300, **kw)
 
 
 @needs_vllm
@@ -831,10 +900,12 @@ def test_the_script_with_vllm_and_kl(tmp_path):
     run = script(tmp_path / "out", "--use_kl_penalty=True", "--kl_coef=0.05", "--n_grpo_steps=4")
     assert run.returncode == 0, run.stderr
     assert "!!!" not in run.stdout and "=== All Tests Passed! ===" in run.stdout
-    assert re.search(r"^Step 4 \| Loss: -?\d+\.\d{4} \| Grad norm: \d+\.\d{4} \| Reward mean: \d\.\d+ .* \| KL penalty: -?\d+\.\d{4}$", run.stdout, re.M)
+    assert re.search(r"^Step 4 \| Loss: -?\d+\.\d{4} \| Grad norm: \d+\.\d{4} "
+                     r"\| Reward mean: \d\.\d+ .* \| KL penalty: -?\d+\.\d{4}$", run.stdout, re.M)
     for word in ("Done: held-out accuracy", "/model", "tensorboard --logdir", "samples"): assert word in run.stdout
     rows = rows_of(tmp_path / "out")
-    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and all(set(SCALARS) <= set(r) for r in rows[1:]) and all(set(EVAL) <= set(rows[i]) for i in (0, 2, 4))
+    assert ([r["step"] for r in rows] == [0, 1, 2, 3, 4] and all(set(SCALARS) <= set(r) for r in rows[1:])
+            and all(set(EVAL) <= set(rows[i]) for i in (0, 2, 4)))
     assert all(r["rollout/logp_gap_max"] < 1e-4 for r in rows[1:]), "vLLM must have this step's weights"
     assert rows[1]["kl/mean"] < 1e-6 < rows[4]["kl/mean"] and rows[4]["train/kl_coef"] == 0.05
     check_outputs(tmp_path / "out")
@@ -849,7 +920,8 @@ def check_outputs(out):
     text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert text.shape[1] > ids.shape[1]
     events = EventAccumulator(str(out / "tb")).Reload()
-    assert set(SCALARS + EVAL) <= set(events.Tags()["scalars"]) and [e.step for e in events.Scalars("train/loss")] == [r["step"] for r in rows_of(out)][1:]
+    assert (set(SCALARS + EVAL) <= set(events.Tags()["scalars"])
+            and [e.step for e in events.Scalars("train/loss")] == [r["step"] for r in rows_of(out)][1:])
     assert {"config/text_summary", "samples/text_summary"} <= set(events.Tags()["tensors"])
     samples = [json.loads(l) for l in (out / "samples.jsonl").read_text().splitlines()]
     assert {"step", "prompt", "response", "reward"} <= set(samples[0])
@@ -865,24 +937,31 @@ def test_the_script_with_the_torch_sampler(tmp_path, capsys, loss_type, kl):
 
 KL_ON = "--use_kl_penalty=True"
 OPTIONS = [
-    ["--inner_epochs=2", "--n_minibatches=2", "--lr=3e-3"], ["--gradient_accumulation_steps=3"], ["--tokens_per_microbatch=40"], ["--clip_range=0.1", "--clip_range_high=0.28"],
-    ["--use_std_normalization=False", "--advantage_eps=1e-4"], ["--temperature=0.7"], ["--min_tokens=2"], ["--mismatch_cap=1.0"], ["--weight_decay=0.1", "--max_grad_norm=0"],
-    ["--warmup_steps=0"], ["--gradient_checkpointing=True"], ["--seed=7"], ["--n_numbers=2", "--max_number=30", "--operations=+-*"], ["--max_prompt_tokens=64"],
-    ["--save_every=0", "--keep=1"], ["--lora_rank=2"], ["--lora_rank=2", KL_ON], [KL_ON, "--kl_estimator=k1"], [KL_ON, "--kl_estimator=k2"],
-    [KL_ON, "--kl_estimator=exact"], [KL_ON, "--kl_estimator=k3", "--kl_importance_weight=False"], [KL_ON, "--kl_in=reward", "--kl_estimator=k1"],
-    [KL_ON, "--kl_adaptive=True", "--target_kl=0.01"], [KL_ON, "--kl_adaptive=True", "--kl_adaptive_rule=proportional"], [KL_ON, "--kl_warmup_steps=2"],
-    [KL_ON, "--ref_update_every=1"], [KL_ON, "--ref_offload=True"], [KL_ON, "--max_kl=5", "--max_consecutive_skips=2"], [KL_ON, "--kl_coef=0"],
+    ["--inner_epochs=2", "--n_minibatches=2", "--lr=3e-3"], ["--gradient_accumulation_steps=3"],
+    ["--tokens_per_microbatch=40"], ["--clip_range=0.1", "--clip_range_high=0.28"],
+    ["--use_std_normalization=False", "--advantage_eps=1e-4"], ["--temperature=0.7"], ["--min_tokens=2"],
+    ["--mismatch_cap=1.0"], ["--weight_decay=0.1", "--max_grad_norm=0"], ["--warmup_steps=0"],
+    ["--gradient_checkpointing=True"], ["--seed=7"], ["--n_numbers=2", "--max_number=30", "--operations=+-*"],
+    ["--max_prompt_tokens=64"], ["--save_every=0", "--keep=1"], ["--lora_rank=2"], ["--lora_rank=2", KL_ON],
+    [KL_ON, "--kl_estimator=k1"], [KL_ON, "--kl_estimator=k2"], [KL_ON, "--kl_estimator=exact"],
+    [KL_ON, "--kl_estimator=k3", "--kl_importance_weight=False"], [KL_ON, "--kl_in=reward", "--kl_estimator=k1"],
+    [KL_ON, "--kl_adaptive=True", "--target_kl=0.01"], [KL_ON, "--kl_adaptive=True", "--kl_adaptive_rule=proportional"],
+    [KL_ON, "--kl_warmup_steps=2"], [KL_ON, "--ref_update_every=1"], [KL_ON, "--ref_offload=True"],
+    [KL_ON, "--max_kl=5", "--max_consecutive_skips=2"], [KL_ON, "--kl_coef=0"],
 ]
 
 
 @pytest.mark.parametrize("args", OPTIONS, ids=lambda a: " ".join(x.lstrip("-") for x in a))
 def test_every_option_runs(tmp_path, args):
     rows = run_main(tmp_path / "out", *args, "--n_grpo_steps=3")
-    assert len(rows) == 4 and all(v is not None and math.isfinite(v) for r in rows for v in r.values()) and rows[-1]["train/skipped_steps"] == 0
+    assert (len(rows) == 4 and all(v is not None and math.isfinite(v) for r in rows for v in r.values())
+            and rows[-1]["train/skipped_steps"] == 0)
     last = rows[-1]
-    if "--inner_epochs=2" in args: assert any(r["train/clip_fraction"] > 0 for r in rows[1:]) and last["train/approx_kl"] > 0
+    if "--inner_epochs=2" in args:
+        assert any(r["train/clip_fraction"] > 0 for r in rows[1:]) and last["train/approx_kl"] > 0
     if "--kl_coef=0" in args: assert last["kl/mean"] == 0
-    elif KL_ON in args: assert last["kl/policy_logp_mean"] < 0 and (last["kl/mean"] > 0 or "--ref_update_every=1" in args)
+    elif KL_ON in args:
+        assert last["kl/policy_logp_mean"] < 0 and (last["kl/mean"] > 0 or "--ref_update_every=1" in args)
     if "--ref_update_every=1" in args: assert all(r["kl/mean"] < 1e-9 for r in rows[1:])
     if "--kl_warmup_steps=2" in args: assert [r["train/kl_coef"] for r in rows[1:]] == [0.0, 0.005, 0.01]
     if "--kl_in=reward" in args: assert "train/penalised_reward" in last
@@ -891,9 +970,11 @@ def test_every_option_runs(tmp_path, args):
 
 @pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
 def test_a_hugging_face_folder_end_to_end(tmp_path, model_folder, arch, tied):
-    rows = run_main(tmp_path / "out", f"--model_id={model_folder(arch, tied)}", "--max_prompt_tokens=400", "--max_tokens=8", "--lr=1e-3", KL_ON)
+    rows = run_main(tmp_path / "out", f"--model_id={model_folder(arch, tied)}", "--max_prompt_tokens=400",
+                    "--max_tokens=8", "--lr=1e-3", KL_ON)
     assert [r["step"] for r in rows] == [0, 1, 2]
-    again = s.init_policy(str(tmp_path / "out" / "model"))       # what was saved is a model folder again, tokenizer and chat template included
+    # what was saved is a model folder again, tokenizer and chat template included
+    again = s.init_policy(str(tmp_path / "out" / "model"))
     assert again[1].hf.chat_template == CHAT and again[0].config.tie_word_embeddings == tied
 
 
@@ -903,13 +984,16 @@ def test_single_batch(monkeypatch, tmp_path, capsys):
     size = dict(n_numbers=3, max_number=20, operations="+-")
     problems = [s.make_problem(1, i, **size) for i in range(2)]
     prompts = [tokenizer.encode(s.prompt_text(p, tokenizer)) for p in problems]
-    responses = s.rollout_with_vllm(s.TorchSampler(policy), prompts, s.init_sampling_params(1.0, 0, 10, 2, tokenizer.stop_ids), 1, 1)
+    responses = s.rollout_with_vllm(s.TorchSampler(policy), prompts,
+                                    s.init_sampling_params(1.0, 0, 10, 2, tokenizer.stop_ids), 1, 1)
     check_responses(responses, 4, 10, tokenizer.end_id)
     rewards = iter([1.0, 0.0, 0.1, 0.1])
-    adv, raw, meta = s.compute_group_normalized_advantages([tokenizer.decode(r[0]) for r in responses], [p for p in problems for _ in range(2)],
+    adv, raw, meta = s.compute_group_normalized_advantages([tokenizer.decode(r[0]) for r in responses],
+                                                           [p for p in problems for _ in range(2)],
                                                            lambda *_: next(rewards), 2, 1e-6, True)
     b = s.make_batch([p for p in prompts for _ in range(2)], [r[0] for r in responses], [r[1] for r in responses])
-    assert b.input_ids.shape == b.labels.shape == b.mask.shape == b.rollout_log_probs.shape and b.mask.sum(1).tolist() == [len(r[0]) for r in responses]
+    assert (b.input_ids.shape == b.labels.shape == b.mask.shape == b.rollout_log_probs.shape
+            and b.mask.sum(1).tolist() == [len(r[0]) for r in responses])
     for row, (p, r) in enumerate(zip([p for p in prompts for _ in range(2)], responses)):
         assert b.labels[row][b.mask[row]].tolist() == r[0] and b.input_ids[row, :len(p)].tolist() == p
     optimizer, before = s.Optimizer(policy, 1e-3), copy.deepcopy(policy.state_dict())
@@ -929,13 +1013,14 @@ def test_single_batch(monkeypatch, tmp_path, capsys):
 
 
 def config(**kw):
-    base = dict(loss_type="grpo", max_tokens=10, temperature=1.0, clip_range=0.2, clip_range_high=0.0, mismatch_cap=2.0, kl_estimator="k3", kl_importance_weight=True,
-                kl_in="loss", ref_offload=False, inner_epochs=1, n_minibatches=1, gradient_accumulation_steps=1, tokens_per_microbatch=4096, seed=0, max_grad_norm=1.0,
+    base = dict(loss_type="grpo", max_tokens=10, temperature=1.0, clip_range=0.2, clip_range_high=0.0, mismatch_cap=2.0,
+                kl_estimator="k3", kl_importance_weight=True, kl_in="loss", ref_offload=False, inner_epochs=1,
+                n_minibatches=1, gradient_accumulation_steps=1, tokens_per_microbatch=4096, seed=0, max_grad_norm=1.0,
                 max_kl=10.0, warmup_steps=0, max_consecutive_skips=5)
     return SimpleNamespace(**base | kw)
 
 
-# ------------------------------------------------------------------------------------------ interruption, resume, faults
+# ----------------------------------------------------------------------------------------- interruption, resume, faults
 
 def weights_of(out):
     return {k: v for k, v in AutoModelForCausalLM.from_pretrained(Path(out) / "model").state_dict().items()}
@@ -949,7 +1034,8 @@ def same_run(a, b):
 RESUME = [KL_ON, "--kl_adaptive=True", "--target_kl=0.001", "--save_every=1", "--n_grpo_steps=6"]
 
 
-@pytest.mark.parametrize("args", [RESUME, ["--lora_rank=2", "--save_every=1", "--n_grpo_steps=6"], [KL_ON, "--ref_update_every=2", "--save_every=1", "--n_grpo_steps=6"]],
+@pytest.mark.parametrize("args", [RESUME, ["--lora_rank=2", "--save_every=1", "--n_grpo_steps=6"],
+                                  [KL_ON, "--ref_update_every=2", "--save_every=1", "--n_grpo_steps=6"]],
                          ids=["kl-adaptive", "lora", "ref-update"])
 def test_resume_gives_the_same_numbers_and_weights(tmp_path, monkeypatch, capsys, args):
     run_main(tmp_path / "straight", *args)
@@ -970,9 +1056,11 @@ def test_resume_gives_the_same_numbers_and_weights(tmp_path, monkeypatch, capsys
 def test_sigkill_with_vllm_and_resume_gives_the_same_numbers(tmp_path):
     assert script(tmp_path / "straight", *RESUME).returncode == 0
     put_warm_start(tmp_path / "killed")
-    process = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={tmp_path / 'killed'}", *RESUME], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={tmp_path / 'killed'}",
+                                *RESUME], stdout=subprocess.DEVNULL)
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3) and process.poll() is None: time.sleep(0.02)
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3) and process.poll() is None:
+        time.sleep(0.02)
     process.kill(), process.wait()
     assert len(rows_of(tmp_path / "killed")) < 7, "it was killed on the way"
     run = script(tmp_path / "killed", *RESUME)
@@ -986,7 +1074,8 @@ def test_sigkill_with_vllm_and_resume_gives_the_same_numbers(tmp_path):
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     args = ["--use_vllm=False", "--n_grpo_steps=300", "--save_every=0", "--eval_every=1000"]
     put_warm_start(tmp_path)
-    process = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={tmp_path}", *args], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={tmp_path}", *args],
+                               stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("Step 3 |"): process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
@@ -1020,7 +1109,8 @@ def test_a_full_disk_costs_the_checkpoint_not_the_run(tmp_path, monkeypatch, cap
         return save(*args)
     monkeypatch.setattr(torch, "save", full)
     run_main(tmp_path, "--save_every=1", "--n_grpo_steps=3")
-    assert "No space left" in capsys.readouterr().out and [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step_00000001"]
+    assert ("No space left" in capsys.readouterr().out
+            and [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step_00000001"])
     assert (tmp_path / "model" / "config.json").exists()
 
 
@@ -1030,7 +1120,8 @@ def test_a_sync_that_does_nothing_is_noticed_within_a_step(tmp_path, monkeypatch
     class Stale(s.TorchSampler):                       # samples from the weights of the start, whatever is synced
         def __init__(self, p): super().__init__(copy.deepcopy(p))
     monkeypatch.setattr(s, "TorchSampler", Stale)
-    with pytest.raises(RuntimeError, match="the weights did not arrive"): run_main(tmp_path, "--n_grpo_steps=5", "--lr=1e-3", "--warmup_steps=0")
+    with pytest.raises(RuntimeError, match="the weights did not arrive"):
+        run_main(tmp_path, "--n_grpo_steps=5", "--lr=1e-3", "--warmup_steps=0")
     assert len(rows_of(tmp_path)) == 2                 # step 1 is right, step 2 is stopped before its update
 
 
@@ -1038,18 +1129,23 @@ def test_a_sync_that_does_nothing_is_noticed_within_a_step(tmp_path, monkeypatch
 def test_bad_numbers_are_skipped_counted_and_stop_the_run(tmp_path, monkeypatch, capsys, where):
     if where == "advantages":
         real = s.compute_group_normalized_advantages
-        monkeypatch.setattr(s, "compute_group_normalized_advantages", lambda *a: (real(*a)[0] * math.nan, *real(*a)[1:]))
+        monkeypatch.setattr(s, "compute_group_normalized_advantages",
+                            lambda *a: (real(*a)[0] * math.nan, *real(*a)[1:]))
     else:
         real_score = s.score
-        monkeypatch.setattr(s, "score", lambda *a, **k: real_score(*a, **k) * (math.nan if len(a) > 4 and a[3] == 1.0 and a[1].labels.shape[0] > 4 else 1))
+        monkeypatch.setattr(s, "score", lambda *a, **k: real_score(*a, **k) * (
+            math.nan if len(a) > 4 and a[3] == 1.0 and a[1].labels.shape[0] > 4 else 1))
         monkeypatch.setattr(s, "check_reference", lambda *a: None)
-    with pytest.raises(RuntimeError, match="3 updates in a row were skipped"): run_main(tmp_path, KL_ON, "--max_consecutive_skips=3", "--n_grpo_steps=9")
+    with pytest.raises(RuntimeError, match="3 updates in a row were skipped"):
+        run_main(tmp_path, KL_ON, "--max_consecutive_skips=3", "--n_grpo_steps=9")
     rows = rows_of(tmp_path)
     assert [r["train/skipped_steps"] for r in rows[1:]] == [1, 2] and "learning rate halved" in capsys.readouterr().out
 
 
 def test_an_exploding_kl_is_skipped(tmp_path, capsys):
-    with pytest.raises(RuntimeError, match="above max_kl"): run_main(tmp_path, KL_ON, "--max_kl=1e-9", "--n_grpo_steps=9", "--lr=1e-2", "--max_consecutive_skips=2", "--warmup_steps=0")
+    with pytest.raises(RuntimeError, match="above max_kl"):
+        run_main(tmp_path, KL_ON, "--max_kl=1e-9", "--n_grpo_steps=9", "--lr=1e-2", "--max_consecutive_skips=2",
+                 "--warmup_steps=0")
     assert "update skipped" in capsys.readouterr().out
 
 
@@ -1069,7 +1165,8 @@ def test_out_of_memory_halves_the_microbatch(tmp_path, monkeypatch, capsys):
     real, failed = s.grpo_microbatch_step, []
 
     def step(policy, input_ids, *a, **k):
-        if input_ids.shape[0] > 4 and not failed.append(1) and len(failed) < 3: raise torch.OutOfMemoryError("simulated")
+        if input_ids.shape[0] > 4 and not failed.append(1) and len(failed) < 3:
+            raise torch.OutOfMemoryError("simulated")
         return real(policy, input_ids, *a, **k)
     monkeypatch.setattr(s, "grpo_microbatch_step", step)
     run_main(tmp_path, "--tokens_per_microbatch=400")
@@ -1077,44 +1174,62 @@ def test_out_of_memory_halves_the_microbatch(tmp_path, monkeypatch, capsys):
 
 
 def test_samples_are_escaped():
-    assert s.escape("<script>alert('x')</script>\x1b[31m\n") == "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;\\x1b[31m\n"
+    assert (s.escape("<script>alert('x')</script>\x1b[31m\n")
+            == "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;\\x1b[31m\n")
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 BAD = [
-    (["--learning_rate=1e-5"], "did you mean"), (["--kl_coeff=0.1"], "did you mean 'kl_coef'"), (["--Seed=1"], "did you mean 'seed'"), (["lr=1e-5"], "--name=value"),
-    (["--lr"], "--name=value"), (["-lr=1"], "--name=value"), (["--lr=fast"], "expected a number"), (["--seed=1.5"], "whole number"), (["--use_kl_penalty=yes"], "True or False"),
-    (["--group_size=x"], "whole number"), (["--lr=0"], "lr must be above 0"), (["--lr=-1e-5"], "lr must be above 0"), (["--lr=nan"], "finite"), (["--kl_coef=inf"], "finite"),
-    (["--group_size=1"], "group_size must be at least 2"), (["--rollout_batch_size=9"], "multiple of group_size"), (["--rollout_batch_size=0"], "at least 1"),
-    (["--n_grpo_steps=0"], "at least 1"), (["--temperature=0"], "temperature must be above 0"), (["--clip_range=0"], "between 0 and 1"), (["--clip_range=1.5"], "between 0 and 1"),
-    (["--clip_range_high=-0.1"], "not be negative"), (["--loss_type=ppo"], "grpo, dr_grpo, dapo"), (["--max_tokens=0"], "at least 1"), (["--min_tokens=50"], "below max_tokens"),
-    (["--gpu_mem_util=1.5"], "between 0 and 1"), (["--n_numbers=1"], "between 2 and 8"), (["--operations=^"], "some of"), (["--operations="], "some of"),
-    (["--n_numbers=2", "--max_number=1", "--operations=-"], "no Countdown problem"), (["--max_prompt_tokens=4"], "raise it"), (["--max_tokens=600"], "context"),
-    (["--n_eval=100000", "--max_number=3"], "n_eval"), (["--device=tpu"], "cpu or cuda"), (["--vllm_sleep=True"], "needs a GPU"), (["--inner_epochs=0"], "at least 1"),
-    (["--n_minibatches=100"], "n_minibatches"), (["--kl_estimator=k4", KL_ON], "k1, k2, k3, exact"), (["--kl_in=both", KL_ON], "loss, reward"), (["--kl_in=reward", KL_ON], "k1 alone"),
-    (["--kl_adaptive=True"], "use_kl_penalty=True"), (["--ref_update_every=5"], "use_kl_penalty=True"), (["--kl_warmup_steps=5"], "use_kl_penalty=True"),
-    (["--kl_adaptive=True", KL_ON, "--kl_coef=0"], "kl_adaptive needs"), (["--kl_adaptive_rule=magic"], "threshold, proportional"), (["--target_kl=0"], "above 0"),
-    (["--ref_update_every=5", KL_ON, "--lora_rank=2"], "cannot be used with lora_rank"), (["--ref_offload=True", KL_ON, "--lora_rank=2"], "cannot be used with lora_rank"),
-    (["--model_id=no/such/model"], "Two ways out"), (["--resume=True"], "no checkpoint"), (["--resume=True", "--overwrite=True"], "choose one"), (["--keep=0"], "at least 1"),
+    (["--learning_rate=1e-5"], "did you mean"), (["--kl_coeff=0.1"], "did you mean 'kl_coef'"),
+    (["--Seed=1"], "did you mean 'seed'"), (["lr=1e-5"], "--name=value"), (["--lr"], "--name=value"),
+    (["-lr=1"], "--name=value"), (["--lr=fast"], "expected a number"), (["--seed=1.5"], "whole number"),
+    (["--use_kl_penalty=yes"], "True or False"), (["--group_size=x"], "whole number"),
+    (["--lr=0"], "lr must be above 0"), (["--lr=-1e-5"], "lr must be above 0"), (["--lr=nan"], "finite"),
+    (["--kl_coef=inf"], "finite"), (["--group_size=1"], "group_size must be at least 2"),
+    (["--rollout_batch_size=9"], "multiple of group_size"), (["--rollout_batch_size=0"], "at least 1"),
+    (["--n_grpo_steps=0"], "at least 1"), (["--temperature=0"], "temperature must be above 0"),
+    (["--clip_range=0"], "between 0 and 1"), (["--clip_range=1.5"], "between 0 and 1"),
+    (["--clip_range_high=-0.1"], "not be negative"), (["--loss_type=ppo"], "grpo, dr_grpo, dapo"),
+    (["--max_tokens=0"], "at least 1"), (["--min_tokens=50"], "below max_tokens"),
+    (["--gpu_mem_util=1.5"], "between 0 and 1"), (["--n_numbers=1"], "between 2 and 8"),
+    (["--operations=^"], "some of"), (["--operations="], "some of"),
+    (["--n_numbers=2", "--max_number=1", "--operations=-"], "no Countdown problem"),
+    (["--max_prompt_tokens=4"], "raise it"), (["--max_tokens=600"], "context"),
+    (["--n_eval=100000", "--max_number=3"], "n_eval"), (["--device=tpu"], "cpu or cuda"),
+    (["--vllm_sleep=True"], "needs a GPU"), (["--inner_epochs=0"], "at least 1"),
+    (["--n_minibatches=100"], "n_minibatches"), (["--kl_estimator=k4", KL_ON], "k1, k2, k3, exact"),
+    (["--kl_in=both", KL_ON], "loss, reward"), (["--kl_in=reward", KL_ON], "k1 alone"),
+    (["--kl_adaptive=True"], "use_kl_penalty=True"), (["--ref_update_every=5"], "use_kl_penalty=True"),
+    (["--kl_warmup_steps=5"], "use_kl_penalty=True"),
+    (["--kl_adaptive=True", KL_ON, "--kl_coef=0"], "kl_adaptive needs"),
+    (["--kl_adaptive_rule=magic"], "threshold, proportional"), (["--target_kl=0"], "above 0"),
+    (["--ref_update_every=5", KL_ON, "--lora_rank=2"], "cannot be used with lora_rank"),
+    (["--ref_offload=True", KL_ON, "--lora_rank=2"], "cannot be used with lora_rank"),
+    (["--model_id=no/such/model"], "Two ways out"), (["--resume=True"], "no checkpoint"),
+    (["--resume=True", "--overwrite=True"], "choose one"), (["--keep=0"], "at least 1"),
 ]
 
 
 @pytest.mark.parametrize("args, words", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, monkeypatch, args, words):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(s.UserError) as error: s.main([*SMALL, "--use_vllm=False", f"--out_dir={tmp_path / 'out'}", *args])
+    with pytest.raises(s.UserError) as error:
+        s.main([*SMALL, "--use_vllm=False", f"--out_dir={tmp_path / 'out'}", *args])
     assert words in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_cuda_where_there_is_none(tmp_path):
-    with pytest.raises(s.UserError, match="--device=cpu"): s.main([*SMALL, f"--out_dir={tmp_path / 'out'}", "--device=cuda"])
+    with pytest.raises(s.UserError, match="--device=cpu"):
+        s.main([*SMALL, f"--out_dir={tmp_path / 'out'}", "--device=cuda"])
 
 
 def test_bad_input_from_the_shell_exits_with_2_and_no_traceback(tmp_path):
-    run = subprocess.run([sys.executable, str(HERE / "starter.py"), "--lerning_rate=1"], capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 2 and "Traceback" not in run.stderr and len(run.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+    run = subprocess.run([sys.executable, str(HERE / "starter.py"), "--lerning_rate=1"], capture_output=True, text=True,
+                         cwd=tmp_path)
+    assert (run.returncode == 2 and "Traceback" not in run.stderr and len(run.stderr.strip().splitlines()) == 1
+            and not list(tmp_path.iterdir()))
 
 
 def test_other_peoples_folders_and_other_runs_are_left_alone(tmp_path, model_folder):
@@ -1123,21 +1238,24 @@ def test_other_peoples_folders_and_other_runs_are_left_alone(tmp_path, model_fol
     with pytest.raises(s.UserError, match="files of something else"): s.main([*SMALL, f"--out_dir={tmp_path / 'mine'}"])
     (tmp_path / "file").write_text("")
     with pytest.raises(s.UserError, match="cannot write"): s.main([*SMALL, f"--out_dir={tmp_path / 'file'}"])
-    for args, words in ((["--seed=3"], "holds another run"), (["--lr=1e-3"], "unfinished run with other settings"), (["--resume=True", "--seed=3"], "holds another run")):
+    for args, words in ((["--seed=3"], "holds another run"), (["--lr=1e-3"], "unfinished run with other settings"),
+                        (["--resume=True", "--seed=3"], "holds another run")):
         out = tmp_path / "out"
         if not out.exists():
             run_main(out, "--n_grpo_steps=2")
             config = json.loads((out / "config.json").read_text())
-            (out / "config.json").write_text(json.dumps(config | {"n_grpo_steps": 5}))        # as if it had been stopped
+            (out / "config.json").write_text(json.dumps(config | {"n_grpo_steps": 5}))    # as if it had been stopped
         before = sorted(p.name for p in out.rglob("*"))
-        with pytest.raises(s.UserError, match=words): s.main([*SMALL, "--use_vllm=False", f"--out_dir={out}", "--n_grpo_steps=5", *args])
+        with pytest.raises(s.UserError, match=words):
+            s.main([*SMALL, "--use_vllm=False", f"--out_dir={out}", "--n_grpo_steps=5", *args])
         assert sorted(p.name for p in out.rglob("*")) == before
 
 
 def test_a_finished_run_is_moved_aside_and_overwrite_starts_anew(tmp_path, capsys):
     first = run_main(tmp_path)
     run_main(tmp_path)
-    assert rows_of(tmp_path / "previous-1") == first and (tmp_path / "previous-1" / "model").is_dir() and "warm start taken from" in capsys.readouterr().out
+    assert (rows_of(tmp_path / "previous-1") == first and (tmp_path / "previous-1" / "model").is_dir()
+            and "warm start taken from" in capsys.readouterr().out)
     run_main(tmp_path, "--n_grpo_steps=4", "--resume=True")
     assert len(rows_of(tmp_path)) == 5
     run_main(tmp_path, "--lr=1e-3", "--overwrite=True")
@@ -1145,13 +1263,15 @@ def test_a_finished_run_is_moved_aside_and_overwrite_starts_anew(tmp_path, capsy
 
 
 def test_a_tokenizer_without_an_end_token(tmp_path, model_folder):
-    with pytest.raises(s.UserError, match="end token"): s.main([*SMALL, f"--model_id={model_folder('qwen3', True, eos=None)}", f"--out_dir={tmp_path / 'out'}"])
+    with pytest.raises(s.UserError, match="end token"):
+        s.main([*SMALL, f"--model_id={model_folder('qwen3', True, eos=None)}", f"--out_dir={tmp_path / 'out'}"])
 
 
 def test_a_model_folder_without_weights(tmp_path, model_folder):
     folder = model_folder("qwen3", True)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(s.UserError, match="cannot load the model"): s.main([*SMALL, f"--model_id={folder}", f"--out_dir={tmp_path / 'out'}"])
+    with pytest.raises(s.UserError, match="cannot load the model"):
+        s.main([*SMALL, f"--model_id={folder}", f"--out_dir={tmp_path / 'out'}"])
 
 
 def test_lora_output_is_a_complete_model(tmp_path):
@@ -1180,11 +1300,13 @@ def test_gpu_packed_flash_attention_equals_padded(arch, tied):
         logp.sum().backward()
         results[name] = logp.detach(), grads(m).float()
     for name in ("packed", "padded"):
-        assert (results[name][0] - results["float32"][0]).abs().max() < 0.15 and relative(results[name][1], results["float32"][1]) < 0.05
+        assert ((results[name][0] - results["float32"][0]).abs().max() < 0.15
+                and relative(results[name][1], results["float32"][1]) < 0.05)
 
 
 @needs_cuda
-@pytest.mark.parametrize("args", [["--compile=True", "--gradient_checkpointing=True", "--gpu_mem_util=0.15"], ["--vllm_sleep=True", "--enforce_eager=True", "--gpu_mem_util=0.15"]])
+@pytest.mark.parametrize("args", [["--compile=True", "--gradient_checkpointing=True", "--gpu_mem_util=0.15"],
+                                  ["--vllm_sleep=True", "--enforce_eager=True", "--gpu_mem_util=0.15"]])
 def test_gpu_script_learns_agrees_and_resumes(tmp_path, args):
     gpu = ["--device=cuda", "--use_kl_penalty=True", "--ref_offload=True", *args]
     run = script(tmp_path / "out", *gpu, "--n_grpo_steps=4")
