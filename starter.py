@@ -1129,18 +1129,17 @@ def load_checkpoint(out_dir):
 # 8. Training: prompts -> responses -> rewards -> advantages -> loss -> weights -> sampler.
 
 def adapt_kl_coef(coef, kl, cfg):
-    """Keep KL near target_kl. "threshold": a factor when it is far off; "proportional": Ziegler et al.
-    2019, small steps."""
+    """Keep KL near target_kl, within a tenth and a hundred times kl_coef. "threshold": a factor when it is far off;
+    "proportional": small steps (Ziegler et al. 2019)."""
     if not math.isfinite(kl):
         return coef
     if cfg.kl_adaptive_rule == "threshold":
         coef *= 1.5 if kl > 1.5 * cfg.target_kl else 0.75 if kl < 0.5 * cfg.target_kl else 1.0
     else:
         coef *= 1 + 0.1 * min(0.2, max(-0.2, kl / cfg.target_kl - 1))
-    return min(KL_COEF_BOUNDS[1], max(KL_COEF_BOUNDS[0], coef))
+    return min(100 * cfg.kl_coef, max(0.1 * cfg.kl_coef, coef))
 
 
-KL_COEF_BOUNDS = (1e-5, 10.0)
 FROM_METADATA = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/entropy": "entropy",
                  "train/clip_fraction": "clip_fraction", "train/approx_kl": "approx_kl", "train/ratio_max": "ratio_max",
                  "train/kl_penalty": "kl_penalty_mean", "kl/mean": "kl_mean", "kl/max": "kl_max", "kl/min": "kl_min",
@@ -1153,7 +1152,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
     """GRPO from the given weights, or from a checkpoint of load_checkpoint(). -> metrics of the last evaluation"""
     optimizer = Optimizer(policy, cfg.lr, cfg.weight_decay)
     state = SimpleNamespace(step=0, kl_coef=kl_coef, lr=cfg.lr, lr_scale=1.0, skipped=0, consecutive_skips=0,
-                            kl_smooth=math.nan)
+                            kl_smooth=0.0, kl_reached=False)
     if checkpoint is not None:
         restore(checkpoint, optimizer, state, ref_model)
         if not cfg.kl_adaptive or not state.kl_coef: state.kl_coef = kl_coef       # a changed setting counts
@@ -1238,8 +1237,11 @@ def follow_kl(metrics, state, cfg, with_kl):
     """Adapt the coefficient, and warn once about what people should look at."""
     kl = metrics["kl/mean"]
     if with_kl and cfg.kl_adaptive and math.isfinite(kl):
-        state.kl_smooth = kl if math.isnan(state.kl_smooth) else 0.7 * state.kl_smooth + 0.3 * kl
-        state.kl_coef = adapt_kl_coef(state.kl_coef, state.kl_smooth, cfg)
+        before, state.kl_smooth = state.kl_smooth, (state.kl_smooth + kl) / 2
+        state.kl_reached |= state.kl_smooth > 0.5 * cfg.target_kl     # KL begins at 0: that is no reason to loosen
+        away = (state.kl_smooth > before) == (state.kl_smooth > cfg.target_kl)     # coming back by itself: wait
+        if state.kl_reached and away:
+            state.kl_coef = adapt_kl_coef(state.kl_coef, state.kl_smooth, cfg)
     if with_kl and kl > 0.2:
         warn_once(f"KL {kl:.3f} per token is above 0.2: the policy is far from the reference (KL.md: warning signs)")
     if with_kl and state.step > 10 and kl < 1e-9 and not cfg.ref_update_every:
@@ -1549,7 +1551,7 @@ def main(argv=None):
         kl_in="loss",                       # or "reward": k1, as reward-to-go
         kl_adaptive=False,                  # move kl_coef so that KL stays near target_kl
         kl_adaptive_rule="threshold",       # or "proportional"
-        target_kl=0.05,                     # per token
+        target_kl=0.1,                      # per token
         kl_warmup_steps=0,                  # the coefficient grows from 0 over so many steps
         ref_update_every=0,                 # > 0: the reference becomes the policy every so many steps
         ref_offload=False,                  # keep the reference in host memory between uses

@@ -108,9 +108,9 @@ def test_model_text_is_never_evaluated_and_nothing_foreign_is_trusted():
 def test_evaluator_fuzz(text):
     """Never raises, never takes long, and agrees with exact rational arithmetic wherever it finds an expression."""
     numbers = [int(n) for n in re.findall(r"[0-9]+", text) if len(n) < 9]
-    start = time.process_time()
+    start = time.thread_time()
     value = s.evaluate_expression(text, numbers)
-    assert time.process_time() - start < 0.05
+    assert time.thread_time() - start < 0.05
     if value is not None:
         exact = re.sub(r"[0-9]+", lambda m: f"Fraction({int(m.group())})", " ".join(text.split()))
         assert value == eval(exact, {"Fraction": Fraction})       # the text was just shown to be an expression
@@ -397,7 +397,7 @@ def test_plain_autograd_of_rho_k3_is_what_the_explicit_gradient_replaces():
 
 
 def adaptive(rule, kls, target=0.05, coef=0.01):
-    cfg = SimpleNamespace(kl_adaptive_rule=rule, target_kl=target)
+    cfg = SimpleNamespace(kl_adaptive_rule=rule, target_kl=target, kl_coef=coef)
     for kl in kls: coef = s.adapt_kl_coef(coef, kl, cfg)
     return coef
 
@@ -422,8 +422,8 @@ def test_adaptive_coefficient():
             and adaptive("proportional", [5.0]) == pytest.approx(0.01 * 1.02))
     for rule in ("threshold", "proportional"):
         assert adaptive(rule, [math.nan, math.inf]) == 0.01
-        assert (adaptive(rule, [9.0] * 2000) == s.KL_COEF_BOUNDS[1]
-                and adaptive(rule, [0.0] * 2000) == s.KL_COEF_BOUNDS[0])
+        assert (adaptive(rule, [9.0] * 2000) == 1.0
+                and adaptive(rule, [0.0] * 2000) == pytest.approx(0.001))
 
 
 # ------------------------------------------------------------------------------------------------ models and log-probs
@@ -945,7 +945,7 @@ OPTIONS = [
     ["--max_prompt_tokens=64"], ["--save_every=0", "--keep=1"], ["--lora_rank=2"], ["--lora_rank=2", KL_ON],
     [KL_ON, "--kl_estimator=k1"], [KL_ON, "--kl_estimator=k2"], [KL_ON, "--kl_estimator=exact"],
     [KL_ON, "--kl_estimator=k3", "--kl_importance_weight=False"], [KL_ON, "--kl_in=reward", "--kl_estimator=k1"],
-    [KL_ON, "--kl_adaptive=True", "--target_kl=0.01"], [KL_ON, "--kl_adaptive=True", "--kl_adaptive_rule=proportional"],
+    [KL_ON, "--kl_adaptive=True", "--target_kl=1e-5"], [KL_ON, "--kl_adaptive=True", "--kl_adaptive_rule=proportional"],
     [KL_ON, "--kl_warmup_steps=2"], [KL_ON, "--ref_update_every=1"], [KL_ON, "--ref_offload=True"],
     [KL_ON, "--max_kl=5", "--max_consecutive_skips=2"], [KL_ON, "--kl_coef=0"],
 ]
@@ -965,7 +965,7 @@ def test_every_option_runs(tmp_path, args):
     if "--ref_update_every=1" in args: assert all(r["kl/mean"] < 1e-9 for r in rows[1:])
     if "--kl_warmup_steps=2" in args: assert [r["train/kl_coef"] for r in rows[1:]] == [0.0, 0.005, 0.01]
     if "--kl_in=reward" in args: assert "train/penalised_reward" in last
-    if "--target_kl=0.01" in args: assert last["train/kl_coef"] < 0.01
+    if "--target_kl=1e-5" in args: assert last["train/kl_coef"] > 0.01
 
 
 @pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
