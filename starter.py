@@ -621,10 +621,14 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
 
 
 def checked_reward(reward_fn, response, ground_truth):
-    reward = reward_fn(response, ground_truth)
-    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)) or not math.isfinite(reward):
+    try:
+        reward = reward_fn(response, ground_truth)
+        value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
+    except Exception as e:      # whatever the user's function does wrong, the response that did it is what helps
+        raise UserError(f"reward_fn failed with {type(e).__name__}: {e}, for the response {response[:200]!r}") from e
+    if not math.isfinite(value):
         raise UserError(f"reward_fn returned {reward!r}, not a finite number, for the response {response[:200]!r}")
-    return float(reward)
+    return value
 
 
 def masked_mean(tensor, mask):

@@ -143,10 +143,18 @@ def test_impossible_groups_are_refused(group_size):
         s.compute_group_normalized_advantages(["x"] * 4, [None] * 4, lambda *_: 0.0, group_size, 1e-6, True)
 
 
-@pytest.mark.parametrize("bad", [None, "1", math.nan, math.inf, True, [1.0]])
+@pytest.mark.parametrize("bad", [None, "1", math.nan, math.inf, [1.0, 2.0], ZeroDivisionError])
 def test_a_reward_that_is_no_number_is_named(bad):
+    def reward(*_):
+        if bad is ZeroDivisionError: 1 / 0
+        return bad
     with pytest.raises(s.UserError, match="the response 'hello'"):
-        s.compute_group_normalized_advantages(["hello"] * 2, [None] * 2, lambda *_: bad, 2, 1e-6, True)
+        s.compute_group_normalized_advantages(["hello"] * 2, [None] * 2, reward, 2, 1e-6, True)
+
+
+@pytest.mark.parametrize("good", [True, 1, np.float32(1.0), torch.tensor(1.0)])
+def test_a_reward_may_be_any_kind_of_number(good):
+    assert s.compute_group_normalized_advantages(["x"] * 2, [None] * 2, lambda *_: good, 2, 1e-6, True)[1].tolist() == [1.0, 1.0]
 
 
 def test_masked_means():
