@@ -1,4 +1,4 @@
-# make train | test | bench | tensorboard: each sets everything up in .venv first (once).
+# make train | test | bench | soak | kl_sweep | tensorboard: each sets everything up in .venv first (once).
 PYTHON ?= python3
 GPU := $(shell nvidia-smi -L > /dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
@@ -13,6 +13,9 @@ test: .venv/ready
 
 bench: .venv/ready
 	$(RUN) bench.py $(ARGS)
+
+soak: .venv/ready
+	$(RUN) bench.py --soak=500 $(ARGS)
 
 kl_sweep: .venv/ready
 	$(RUN) kl_sweep.py $(ARGS)
@@ -33,4 +36,4 @@ endif
 clean:
 	rm -rf .venv
 
-.PHONY: train test bench kl_sweep tensorboard clean
+.PHONY: train test bench soak kl_sweep tensorboard clean

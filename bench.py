@@ -4,10 +4,14 @@
     python bench.py --size=0.6b --new_tokens=512      sizes: tiny, 0.6b, 1.7b, 4b, 8b
     python bench.py --kl=True --checkpointing=False   with a KL penalty; without gradient checkpointing
     python bench.py --peer=trl                        the same work in TRL's GRPOTrainer (if installed), and the ratio
-    python bench.py --sweep=True                      response lengths and batch sizes, one after the other
+    python bench.py --sweep=True --picture=sweep.png  response lengths and batch sizes, one after the other
+    python bench.py --memory=True                     peak memory of an update, 0.6b to 8b, all weights and LoRA
+    python bench.py --soak=500                        so many steps of the tiny model with KL: do memory, open files
+                                                      and step time stay as they are? (make soak)
+    python bench.py --bare=True                       rollouts beside vLLM alone on the same prompts
 
 Each step is one rollout batch, one update, one sync. The last line printed is one JSON object."""
-import gc, json, os, statistics, subprocess, sys, tempfile, time
+import gc, json, math, os, random, statistics, subprocess, sys, tempfile, time
 from types import SimpleNamespace
 
 import starter as s
@@ -82,24 +86,38 @@ def matmul_rate(cuda):
     return 2 * n**3 * 10 / (time.perf_counter() - start)
 
 
-def ours(o):
-    cuda = o.device == "cuda"
-    policy = make_model(o.size, o.device)
-    rate = matmul_rate(cuda)
-    if o.checkpointing: policy.gradient_checkpointing_enable({"use_reentrant": False})
-    ref = s.copy.deepcopy(policy).eval().requires_grad_(False) if o.kl else None
-    if o.compile: [s.compile_layers(m) for m in (policy, ref) if m is not None]
-    weights = torch.cuda.memory_allocated() if cuda else 0
+def build(o, longest=0):
+    """Policy, reference, sampler, optimizer: what the steps of `measure` work with."""
+    cuda, m = o.device == "cuda", SimpleNamespace()
+    m.policy = make_model(o.size, o.device)
+    m.rate = matmul_rate(cuda)
+    if o.lora_rank: s.add_lora(m.policy, o.lora_rank, 0)
+    if o.checkpointing: m.policy.gradient_checkpointing_enable({"use_reentrant": False})
+    m.ref = None
+    if o.kl: m.ref = m.policy if o.lora_rank else s.copy.deepcopy(m.policy).eval().requires_grad_(False)
+    if o.compile: [s.compile_layers(x) for x in {m.policy, m.ref} - {None}]
+    m.weights = torch.cuda.memory_allocated() if cuda else 0
     start = time.perf_counter()
-    llm = s.TorchSampler(policy) if not o.vllm else s.init_vllm(
-        policy, o.prompt_tokens + o.new_tokens, o.prompts * o.group, o.gpu_mem_util, o.eager, o.sleep)
+    m.llm = s.TorchSampler(m.policy) if not o.vllm else s.init_vllm(
+        m.policy, o.prompt_tokens + max(o.new_tokens, longest), o.prompts * o.group, o.gpu_mem_util, o.eager, o.sleep)
     print(f"sampler started in {time.perf_counter() - start:.0f} s", flush=True)
-    engine = torch.cuda.memory_allocated() - weights if cuda else 0
-    optimizer = s.Optimizer(policy, 1e-6)
-    phases = Phases(cuda)
-    phases.wrap(s, "score", "ref_log_probs")
-    phases.wrap(s, "grpo_microbatch_step", "forward_backward")
-    phases.wrap(optimizer, "step", "optimizer")
+    m.engine = torch.cuda.memory_allocated() - m.weights if cuda else 0
+    m.optimizer = s.Optimizer(m.policy, 1e-6)
+    m.phases = Phases(cuda)
+    m.phases.wrap(s, "score", "ref_log_probs")
+    m.phases.wrap(s, "grpo_microbatch_step", "forward_backward")
+    m.phases.wrap(m.optimizer, "step", "optimizer")
+    return m
+
+
+def random_responses(o, vocab, g):
+    """In place of a rollout, where only the update is measured."""
+    ids = torch.randint(0, vocab, (o.prompts * o.group, o.new_tokens), generator=g).tolist()
+    return [(r, [math.nan] * len(r), True) for r in ids]
+
+
+def measure(o, m):
+    cuda, policy, phases = o.device == "cuda", m.policy, m.phases
     cfg = SimpleNamespace(loss_type="grpo", max_tokens=o.new_tokens, temperature=1.0, clip_range=0.2,
                           clip_range_high=0.0, mismatch_cap=2.0, kl_estimator=o.kl_estimator, kl_importance_weight=True,
                           kl_in="loss", ref_offload=False, inner_epochs=1, n_minibatches=1,
@@ -114,40 +132,54 @@ def ours(o):
         prompts = torch.randint(0, min(vocab, 256), (o.prompts, o.prompt_tokens), generator=g).tolist()
         phases.seconds = {}
         t0 = phases.clock()
-        responses = s.rollout_with_vllm(llm, prompts, params, 0, step)
+        responses = (s.rollout_with_vllm(m.llm, prompts, params, 0, step) if o.rollout
+                     else random_responses(o, vocab, g))
         t1 = phases.clock()
-        if o.sleep: llm.sleep(level=2)
+        if o.sleep: m.llm.sleep(level=2)
         batch = s.make_batch([p for p in prompts for _ in range(o.group)], [r[0] for r in responses],
                              [r[1] for r in responses], o.device)
         advantages = torch.randn(len(responses), generator=g).to(o.device)
         if cuda: torch.cuda.reset_peak_memory_stats()
         t2 = phases.clock()
-        s.update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref, 0.04 if o.kl else 0.0)
+        s.update_policy(policy, m.optimizer, batch, advantages, cfg, step, state, m.ref, 0.04 if o.kl else 0.0)
         t3 = phases.clock()
         if cuda: peak = max(peak, torch.cuda.max_memory_allocated())
-        if o.sleep: llm.wake_up(tags=["weights"])
-        s.load_policy_into_vllm_instance(policy, llm)
-        if o.sleep: llm.wake_up(tags=["kv_cache"])
+        if o.sleep: m.llm.wake_up(tags=["weights"])
+        s.load_policy_into_vllm_instance(policy, m.llm)
+        if o.sleep: m.llm.wake_up(tags=["kv_cache"])
         t4 = phases.clock()
         row = {"step": t4 - t0, "rollout": t1 - t0, **phases.seconds, "update": t3 - t2, "sync": t4 - t3}
+        if o.bare and o.vllm: row["bare_generate"] = bare_generate(m.llm, prompts, params, phases)
         print(f"{'warm-up' if step <= o.warmup else 'step'} {step}: "
               + ", ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
         if step > o.warmup: rows.append(row)
     median = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
     n, tokens = o.prompts * o.group, o.prompts * o.group * (o.prompt_tokens + o.new_tokens)
     work = flops(policy, tokens, n * o.new_tokens, o.prompt_tokens + o.new_tokens)
-    fixed = 16 * sum(p.numel() for p in policy.parameters()) if cuda else 0    # float32 masters, gradients, 2 moments
-    return {"seconds": median, "tokens_per_s": tokens / median["step"], "matmul_tflops": rate / 1e12,
-            "forward_backward_utilisation": work / median["forward_backward"] / rate,
-            "peak_training_gib": peak / 2**30, "peak_above_engine_gib": (peak - engine) / 2**30,
-            "peak_above_engine_weights_optimizer_gib": (peak - engine - fixed - weights) / 2**30}
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    fixed = 16 * trained if cuda else 0                   # float32 masters, gradients, 2 moments
+    return {"seconds": median, "tokens_per_s": tokens / median["step"], "matmul_tflops": m.rate / 1e12,
+            "us_per_token": {k: median[k] / tokens * 1e6 for k in ("step", "rollout", "forward_backward")},
+            "forward_backward_utilisation": work / median["forward_backward"] / m.rate,
+            "peak_training_gib": peak / 2**30, "peak_above_engine_gib": (peak - m.engine) / 2**30,
+            "peak_above_engine_weights_optimizer_gib": (peak - m.engine - fixed - m.weights) / 2**30}
+
+
+def bare_generate(llm, prompts, params, phases):
+    """vLLM alone on the same prompts: what rollout_with_vllm may not be much slower than."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    llm.reset_prefix_cache()
+    start = phases.clock()
+    llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts],
+                 [SamplingParams(**params, seed=i) for i in range(len(prompts))], use_tqdm=False)
+    return phases.clock() - start
 
 
 def trl(o):
     """The same work in TRL: its trainer, its vLLM colocation, its defaults otherwise."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     folder = tempfile.mkdtemp()
     model = make_model(o.size, o.device)
@@ -162,7 +194,6 @@ def trl(o):
         def on_step_end(self, *args, **kw):
             if o.device == "cuda": torch.cuda.synchronize()
             stamps.append(time.perf_counter())
-    import random
     rng = random.Random(0)
     data = Dataset.from_list([{"prompt": "".join(rng.choice("abcdefghij") for _ in range(o.prompt_tokens))}
                               for _ in range(o.prompts * (o.warmup + o.steps + 1))])
@@ -185,6 +216,65 @@ def trl(o):
             "peak_training_gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else 0.0}
 
 
+def sweep(o):
+    """Response lengths with the same number of responses, then more responses of the shortest; one engine for all."""
+    lengths = (16, 32, 64, 128) if o.size == "tiny" else (256, 1024, 4096, 8192)
+    m, rows = build(SimpleNamespace(**vars(o) | {"prompts": 4 * o.prompts}), max(lengths)), []
+    for n, prompts in [(n, o.prompts) for n in lengths] + [(lengths[0], 2 * o.prompts), (lengths[0], 4 * o.prompts)]:
+        part = SimpleNamespace(**vars(o) | {"new_tokens": n, "prompts": prompts})
+        if n > 2000: part.steps, part.warmup = 1, 0       # compiled and warm by then
+        print(f"--- {prompts} prompts x {o.group} responses of {n} tokens", flush=True)
+        rows.append({"new_tokens": n, "prompts": prompts} | measure(part, m))
+    return rows
+
+
+def picture(rows, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(6, 3.2))
+    rows = [r for r in rows if r["prompts"] == rows[0]["prompts"]]
+    for name in ("step", "rollout", "forward_backward"):
+        ax.plot([r["new_tokens"] for r in rows], [r["us_per_token"][name] for r in rows], "o-", label=name)
+    ax.set(xscale="log", xlabel="tokens per response", ylabel="microseconds per token", ylim=(0, None))
+    ax.legend(), fig.tight_layout(), fig.savefig(path, dpi=130)
+
+
+def memory(o):
+    """Peak of the update alone, for each size, all weights and LoRA, with gradient checkpointing: what to add vLLM's
+    share to. Each in a process of its own."""
+    rows = []
+    for size in ("0.6b", "1.7b", "4b", "8b"):
+        for rank in (0, 32):
+            part = again([f"--size={size}", f"--lora_rank={rank}", "--memory=False", "--vllm=False", "--rollout=False",
+                          "--compile=False", "--steps=1", "--warmup=1", "--kl=True"], check=False)
+            rows.append({"size": size, "lora_rank": rank, "peak_gib": part and part["ours"]["peak_training_gib"]})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def soak(steps):
+    """A long training run, watched: this process's memory, its open files, the time of a step."""
+    rows, write = [], s.Log.write
+
+    def watched(log, step, metrics):
+        write(log, step, metrics)
+        pages = int(open("/proc/self/statm").read().split()[1])
+        if step: rows.append((pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir("/proc/self/fd")),
+                              metrics["time/step"]))
+    s.Log.write = watched
+    with tempfile.TemporaryDirectory() as folder:
+        s.main(["--model_id=tiny", "--use_kl_penalty=True", f"--n_grpo_steps={steps}", f"--out_dir={folder}/out"])
+    part = lambda a, b: [statistics.median(x) for x in zip(*rows[int(a * steps):int(b * steps)])]
+    before, after = part(0.1, 0.2), part(0.9, 1.0)
+    names = ("memory_mib", "open_files", "step_seconds")
+    result = {"steps": steps, "steps 10-20 %": dict(zip(names, before)), "last 10 %": dict(zip(names, after)),
+              "growth": {n: b / a - 1 for n, a, b in zip(names, before, after)}}
+    if after[0] > 1.05 * before[0] or after[1] > before[1] or after[2] > 1.25 * before[2]:
+        raise s.UserError(f"not flat: {json.dumps(result)}")
+    return result
+
+
 def main():
     cuda = torch.cuda.is_available()
     given = s.parse_arguments(sys.argv[1:])
@@ -192,9 +282,10 @@ def main():
     tiny = size == "tiny"
     o = SimpleNamespace(size=size, device="cuda" if cuda else "cpu", prompts=16, group=8,
                         prompt_tokens=16 if tiny else 128, new_tokens=32 if tiny else 256, steps=5, warmup=2, kl=False,
-                        kl_estimator="k3", checkpointing=not tiny, compile=cuda and not tiny, vllm=True, eager=False,
-                        sleep=False, gpu_mem_util=0.3, tokens_per_microbatch=16384, peer="",
-                        trl_microbatch=128 if tiny else 16, sweep=False, only="")
+                        kl_estimator="k3", checkpointing=not tiny, compile=cuda and not tiny, lora_rank=0, vllm=True,
+                        rollout=True, bare=False, eager=False, sleep=False, gpu_mem_util=0.3,
+                        tokens_per_microbatch=16384, peer="", trl_microbatch=128 if tiny else 16, sweep=False,
+                        memory=False, picture="", soak=0, only="")
     s.override(o, given)
     if size != "tiny" and size not in SIZES:
         raise s.UserError(f"size must be tiny or one of {', '.join(SIZES)}, got {size!r}")
@@ -203,27 +294,24 @@ def main():
         print(json.dumps(trl(o)))
         return
     result = {"config": vars(o)}
-    if o.sweep:
-        result["sweep"] = []
-        for n in (256, 1024, 4096, 8192) if not tiny else (16, 32, 64, 128):
-            for prompts in (o.prompts // 2, o.prompts) if n == 256 or tiny else (max(1, o.prompts * 512 // n),):
-                part = again(["--sweep=False", f"--new_tokens={n}", f"--prompts={prompts}", "--peer="])
-                result["sweep"].append({"new_tokens": n, "prompts": prompts} | part["ours"])
-    else:                                                 # beside a peer both get a process, and so a GPU, of their own
-        result["ours"] = again(["--peer="])["ours"] if o.peer else ours(o)
-    if o.peer and not o.sweep:
-        result["trl"] = again(["--only=trl", "--peer="])
+    if o.soak: result["soak"] = soak(o.soak)
+    elif o.memory: result["memory"] = memory(o)
+    elif o.sweep:
+        result["sweep"] = sweep(o)
+        if o.picture: picture(result["sweep"], o.picture)
+    elif o.peer:                                          # each in a process, and so with a GPU, of its own
+        result["ours"], result["trl"] = again(["--peer="])["ours"], again(["--only=trl", "--peer="])
         result["ratio_to_trl"] = result["ours"]["seconds"]["step"] / result["trl"]["seconds"]["step"]
         print(f"ours {result['ours']['seconds']['step']:.3f} s per step, TRL {result['trl']['seconds']['step']:.3f} s: "
               f"ratio {result['ratio_to_trl']:.2f}")
+    else: result["ours"] = measure(o, build(o))
     print(json.dumps(result))
 
 
-def again(extra):
+def again(extra, check=True):
     """This program in a fresh process, so that nothing is left in the GPU's memory; its last line."""
-    gc.collect()
-    if torch.cuda.is_available(): torch.cuda.empty_cache()
     run = subprocess.run([sys.executable, __file__, *sys.argv[1:], *extra], stdout=subprocess.PIPE, text=True)
+    if run.returncode and not check: return None
     if run.returncode: raise s.UserError(f"the run with {' '.join(extra)} failed")
     print(run.stdout)
     return json.loads(run.stdout.strip().splitlines()[-1])

@@ -23,7 +23,7 @@ Choices, and why:
 import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"      # the engine is in this process: weights reach it uncopied
 for _name, _value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("TORCH_LOGS", "-all"),
-                      ("VLLM_NO_USAGE_STATS", "1"), ("TOKENIZERS_PARALLELISM", "false"),
+                      ("VLLM_NO_USAGE_STATS", "1"), ("VLLM_HOST_IP", "127.0.0.1"), ("TOKENIZERS_PARALLELISM", "false"),
                       ("TRANSFORMERS_VERBOSITY", "error")):
     os.environ.setdefault(_name, _value)                # before the imports below; set them yourself to see more
 LAUNCHED = "LOCAL_RANK" in os.environ                   # by torchrun: every process then sees one GPU, as if alone
@@ -42,6 +42,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn              # torch's own flash attention
 from torch.utils.checkpoint import checkpoint
@@ -204,16 +205,16 @@ def final_answer(text):
             break
     line = text[text.rfind("####") + 4:].strip().split("\n")[0] if "####" in text else ""
     if line:
-        number = re.match(r"\$?-?[0-9][0-9,.]*", line)
+        number = re.match(r"\$?-?[0-9][0-9,.]*(/[0-9]+)?", line)
         found.append((text.rfind("####"), number.group() if number else line))
     return max((f for f in found if f[1] is not None), default=(0, None))[1]
 
 
 def normalise(answer):
     """Answers that mean the same become equal: a number for numbers (1,200.0 = 1200, 1/2 = 0.5), else plain text."""
-    text = " ".join(str(answer)[:1000].lower().split()).strip("$. ")
+    text = " ".join(str(answer)[:1000].lower().split()).strip("$ ").rstrip(".$ ")
     number = text.replace(",", "").replace("$", "").removesuffix("%").strip()
-    if re.fullmatch(r"[-+]?[0-9]{1,30}(\.[0-9]{0,30}|/0{0,30}[1-9][0-9]{0,30})?", number, re.ASCII):
+    if re.fullmatch(r"[-+]?(?=\.?[0-9])[0-9]{0,30}(\.[0-9]{0,30}|/0{0,30}[1-9][0-9]{0,30})?", number, re.ASCII):
         return Fraction(number.rstrip("."))
     return text
 
@@ -221,9 +222,10 @@ def normalise(answer):
 def reward_fn(generated_text, ground_truth):
     """1.0 for a right answer, 0.1 for an answer that is wrong, 0.0 for none. Replace it with your own.
     `ground_truth` is the problem: Countdown's numbers and target, or a line of the JSONL file."""
-    if "numbers" not in ground_truth:
-        answer = final_answer(generated_text)
-        return 0.0 if answer is None else 1.0 if normalise(answer) == normalise(ground_truth["answer"]) else 0.1
+    if isinstance(ground_truth, str) or "prompt" in ground_truth or "numbers" not in ground_truth:
+        answer, right = final_answer(generated_text), ground_truth
+        if not isinstance(right, str): right = ground_truth["answer"]
+        return 0.0 if answer is None else 1.0 if normalise(answer) == normalise(right) else 0.1
     answer = extract_answer(generated_text)
     if answer is None:
         return 0.0
@@ -253,16 +255,17 @@ def read_problem(line, where):
     def need(ok, text):
         if not ok: raise UserError(f"{where}: {text}")
     try: row = json.loads(line)
-    except ValueError as e: need(False, f"not JSON ({e})")
+    except (ValueError, RecursionError) as e: need(False, f"not JSON ({e})")
     need(isinstance(row, dict), 'expected an object, {"prompt": ..., "answer": ...}')
     prompt, answer = row.get("prompt", row.get("question")), row.get("answer")
+    need("prompt" in row or isinstance(prompt, (str, type(None))), '"question" must be text')
     chat = isinstance(prompt, list) and prompt and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
     need(chat or isinstance(prompt, str) and prompt.strip(),
          '"prompt" must be text, or chat messages [{"role": "user", "content": ...}, ...]')
-    need(isinstance(answer, (str, int, float)) and str(answer).strip(), 'there is no "answer" (text or a number)')
-    if "prompt" not in row: prompt = QUESTION.format(prompt)
-    return row | {"prompt": prompt, "answer": str(answer).rpartition("####")[2].strip()}
+    answer = str(answer).rpartition("####")[2].strip() if isinstance(answer, (str, int, float)) else ""
+    need(answer, 'there is no "answer" (text or a number)')
+    return row | {"prompt": prompt if "prompt" in row else QUESTION.format(prompt), "answer": answer}
 
 
 def load_task(cfg, tokenizer):
@@ -292,7 +295,7 @@ def load_task(cfg, tokenizer):
         print(f"!!! {dropped} prompts are longer than max_prompt_tokens={cfg.max_prompt_tokens} and are left out",
               flush=True)
     train, held = fits[0], fits[1][:cfg.n_eval]
-    if not train or not held:
+    if not train or len(held) < WORLD:
         raise UserError(f"{path!r} leaves {len(train)} problems to train on and {len(held)} to evaluate on: give more "
                         "problems, another eval_fraction, an eval_task file, or a larger max_prompt_tokens")
     print(f"task {path}: {len(train)} problems to train on, {len(held)} held out", flush=True)
@@ -449,9 +452,13 @@ def shard(model, device):
     whole = {*model.parameters()} - {*layers.parameters()}
     for layer in layers:
         if any(p.requires_grad for p in layer.parameters()): layer.float()
-        fully_shard(layer, mesh=mesh, mp_policy=policy).set_gradient_divide_factor(1.0)      # sums, not means
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model.base_model, mesh=mesh, mp_policy=policy, ignored_params=whole)
     model.to(device)
+
+
+def sharded(model):
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def warm_start(policy, tokenizer, examples, steps, lr=1e-2):
@@ -515,8 +522,12 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
     folder = tempfile.mkdtemp()
     config.save_pretrained(folder)
     tokens = max_num_seqs * (-(-max_model_len // 128) * 128)      # the CPU's cache comes in blocks of 128 tokens
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     memory = ({"gpu_memory_utilization": gpu_mem_util, "enable_sleep_mode": sleep} if cuda else
-              {"kv_cache_memory_bytes": 8 * config.num_hidden_layers * config.hidden_size * tokens + (64 << 20)})
+              {"kv_cache_memory_bytes": 8 * config.num_hidden_layers * width * tokens + (64 << 20),
+               # a prompt cut in two fails there: vLLM cannot rewind a CPU generator
+               "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, max_model_len)})
     try:
         with trainer_state_kept():
             from vllm import LLM
@@ -531,6 +542,10 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
         print(f"!!! vLLM cannot be used here ({type(e).__name__}: {str(e)[:120]}).\n"
               "!!! Sampling with plain torch instead: the same results, slower on a GPU (README: no vLLM).", flush=True)
         return TorchSampler(policy)
+    except (ValueError, RuntimeError) as e:
+        raise RunFailed(f"vLLM cannot start ({str(e)[:400]}). If it is memory: " + (
+            "another gpu_mem_util" if cuda else "a smaller rollout_batch_size or max_tokens")
+            + ", or --use_vllm=False") from e
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -555,10 +570,13 @@ def load_policy_into_vllm_instance(policy, llm):
     if isinstance(llm, TorchSampler):
         return                                              # it samples from the policy itself
     with trainer_state_kept():
-        if policy.device.type == "cuda":                    # 20 ms for 1.7 B
-            llm.apply_model(lambda model: bool(model.load_weights(vllm_weights(policy))))
-        else:                                               # the CPU backend repacks: it must see the whole reload
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": vllm_weights(policy)})
+        try:
+            if policy.device.type == "cuda":                # 20 ms for 1.7 B
+                llm.apply_model(lambda model: bool(model.load_weights(vllm_weights(policy))))
+            else:                                           # the CPU backend repacks: it must see the whole reload
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": vllm_weights(policy)})
+        except Exception as e:
+            raise RunFailed(f"vLLM did not take the weights ({type(e).__name__}: {str(e)[:300]})") from e
         if not llm.reset_prefix_cache():
             raise RunFailed("vLLM did not reset its prefix cache: requests are still running")
 
@@ -592,7 +610,7 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     responses = [(list(c.token_ids), [d[t].logprob for t, d in zip(c.token_ids, c.logprobs)], c.finish_reason == "stop")
                  for o in outputs for c in o.outputs]
     if len(responses) != len(prompts) * params["n"] or not all(
-            ids and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
+            ids and len(ids) == len(logps) and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
         raise RunFailed(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, "
                         "or one is empty or has a log-prob that is no number")
     return responses
@@ -618,7 +636,8 @@ class TorchSampler:
         done = torch.zeros(len(rows), dtype=torch.bool, device=device)
         training = self.policy.training
         self.policy.eval()
-        while len(tokens) < limit and not done.all():
+        together = sharded(self.policy)                     # then every rank goes on until all are done
+        while len(tokens) < limit and not (all(everyone(bool(done.all()))) if together else done.all()):
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             out = self.policy(ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True,
                               logits_to_keep=1)
@@ -788,6 +807,7 @@ def checked_reward(reward_fn, response, ground_truth, timeout=0.0, bad="stop"):
         with time_limit(timeout): reward = reward_fn(response, ground_truth)
         value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
         problem = "" if math.isfinite(value) else f"returned {reward!r}, not a finite number,"
+    except UserError: raise     # checked before
     except Exception as e:      # whatever the user's function does wrong, the response that did it is what helps
         problem = f"failed with {type(e).__name__}: {e},"
     if not problem:
@@ -962,8 +982,13 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
         with torch.no_grad(), adapters_off(ref_model, policy):
             ref_log_probs = token_stats(ref_model, input_ids, labels, mask, temperature)[0]
     old = logp.detach() if old_log_probs is None else old_log_probs
-    loss, metadata = compute_loss(advantages_per_seq, logp, old, clip_range, ref_log_probs, kl_coef if with_kl else 0.0,
-                                  response_mask=mask, kl_estimator=kl_estimator, exact_kl=exact_kl, **loss_options)
+    bad = ""
+    try:
+        loss, metadata = compute_loss(advantages_per_seq, logp, old, clip_range, ref_log_probs,
+                                      kl_coef if with_kl else 0.0, response_mask=mask, kl_estimator=kl_estimator,
+                                      exact_kl=exact_kl, **loss_options)
+    except BadNumbers as e: bad = str(e)
+    agree(bad, policy)
     if divisor is None:
         divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
     rows = mask.any(-1).sum()
@@ -976,6 +1001,12 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
     if with_kl and ref_log_probs is not None:
         metadata["response_kl"] = torch.where(mask, logp.detach() - ref_log_probs, 0).sum(1).tolist()
     return total.detach(), metadata
+
+
+def agree(bad, policy):
+    """Raise if there are bad numbers; of sharded weights on all ranks or on none: they gather the layers together."""
+    if sharded(policy): bad = next(filter(None, everyone(bad)), "")
+    if bad: raise BadNumbers(bad)
 
 
 def merge_metadata(parts):
@@ -1033,11 +1064,11 @@ class Optimizer:
         p.grad = None
 
     def sum_gradients(self):
-        """Over the ranks. Sharded weights have been summed in the backward."""
+        """Over the ranks. Those of sharded weights have been averaged in the backward."""
         if WORLD == 1 and not any(isinstance(p, DTensor) for p in self.params): return
         for p, m in zip(self.params, self.masters):
             if isinstance(p, DTensor):
-                m.grad = None if p.grad is None else p.grad.to_local()
+                m.grad = None if p.grad is None else p.grad.to_local() * WORLD
                 continue
             if m.grad is None: m.grad = torch.zeros_like(m)
             dist.all_reduce(m.grad)
@@ -1128,7 +1159,10 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
         divisor = sum(everyone(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))      # of all ranks
         parts, extra, adv = [], {}, advantages
         if in_reward:
-            cost, extra = kl_to_go(old, ref, batch.mask)
+            bad = ""
+            try: cost, extra = kl_to_go(old, ref, batch.mask)
+            except BadNumbers as e: bad = str(e)
+            agree(bad, policy)
             adv = advantages[:, None] - kl_coef * cost
         for group in even_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps,
                                        tokens_per_microbatch):
@@ -1632,7 +1666,7 @@ def check_config(cfg):
               flush=True)
 
 
-RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "tb", "model", "best")
+RUN_FILES = ("metrics.jsonl", "samples.jsonl", "tb", "model", "best", "config.json")      # the last marks a run
 MAY_DIFFER = ("resume", "overwrite", "force", "out_dir", "keep", "save_every")      # on resume, without a word
 MUST_MATCH = ("model_id", "seed", "lora_rank", "task", "eval_task", "eval_fraction", "n_numbers", "max_number",
               "operations", "warm_start_steps")
@@ -1645,7 +1679,7 @@ def prepare_out_dir(cfg):
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to out_dir {cfg.out_dir!r}: choose another with --out_dir=...")
     if out.exists() and not (out / "config.json").exists() and any(
-            not p.name.startswith(("warm_start", "previous-")) for p in out.iterdir()):
+            not p.name.startswith(("warm_start", "previous-", "config.tmp")) for p in out.iterdir()):
         raise UserError(f"out_dir {cfg.out_dir!r} holds files of something else: choose another with --out_dir=...")
     if cfg.resume and cfg.overwrite:
         raise UserError("--resume=True goes on, --overwrite=True starts anew: choose one")
@@ -1659,7 +1693,8 @@ def prepare_out_dir(cfg):
                             "or --overwrite=True") from None
         changed = {k: f"{before.get(k)} -> {v}" for k, v in vars(cfg).items()
                    if before.get(k) != v and k not in MAY_DIFFER}
-        unfinished = int(steps[-1].name[5:]) < before["n_grpo_steps"]
+        age = lambda path: path.stat().st_mtime if path.exists() else 0
+        unfinished = int(steps[-1].name[5:]) < before["n_grpo_steps"] or age(out / "model") < age(steps[-1])
         if not cfg.force and (fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH
                                         if k in changed and (cfg.resume or unfinished)]):
             raise UserError(f"{cfg.out_dir!r} holds another run ({', '.join(fixed)}): choose another with --out_dir=..."
@@ -1684,12 +1719,15 @@ def claim_out_dir(cfg, resumed):
     if (out / "config.json").exists() and not resumed:
         aside = next(p for i in range(1, 10**6) if not (p := out / f"previous-{i}").exists())
         aside.mkdir()
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)
         for name in RUN_FILES:
             if (out / name).exists(): (out / name).rename(aside / name)
-        shutil.rmtree(out / "checkpoint", ignore_errors=True)
         print(f"the run that was in {out} is now in {aside}", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(vars(cfg), indent=1))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.tmp").write_text(json.dumps(vars(cfg), indent=1))
+        os.replace(out / "config.tmp", out / "config.json")
+    except OSError as e: raise UserError(f"cannot write to out_dir {cfg.out_dir!r} ({e})") from None
 
 
 def load_warm_start(policy, tokenizer, cfg):
@@ -1711,7 +1749,7 @@ def load_warm_start(policy, tokenizer, cfg):
         return [(prompt_text(p, tokenizer), f"<answer>{p['solution']}</answer>") for p in problems]
     dtype = policy.dtype
     warm_start(policy.float(), tokenizer, examples, cfg.warm_start_steps)
-    publish(policy, tokenizer, folder, lambda tmp: (tmp / "key").write_text(key))
+    if not (cfg.eval_only or cfg.chat): publish(policy, tokenizer, folder, lambda tmp: (tmp / "key").write_text(key))
     policy.to(dtype)
 
 
@@ -1731,7 +1769,9 @@ def publish(policy, tokenizer, folder, also=lambda tmp: None):
     weights = {k: v.detach().to(policy.dtype).cpu() for k, v in vllm_weights(policy) if k != skip}
     if RANK == 0:
         try: write_folder(folder, lambda tmp: (save_model(policy, tokenizer, tmp, weights), also(tmp)))
-        except OSError as e: print(f"!!! cannot write {folder} ({e}); going on without", flush=True)
+        except (OSError, SafetensorError) as e:
+            shutil.rmtree(folder.with_name(folder.name + ".tmp"), ignore_errors=True)
+            print(f"!!! cannot write {folder} ({e}); going on without", flush=True)
 
 
 def is_tiny(folder):
@@ -1762,7 +1802,8 @@ def chat(policy, tokenizer, cfg, context):
 
 def report_eval(metrics, samples, n, task):
     print(f"\n{len(task.held_out)} held-out problems, {n} responses to each, {metrics['eval/avg_output_tokens']:.1f} "
-          f"tokens on average\naccuracy  {metrics['eval/accuracy']:6.1%}   mean reward {metrics['eval/mean_reward']:.3f}")
+          f"tokens on average\naccuracy  {metrics['eval/accuracy']:6.1%}   mean reward "
+          f"{metrics['eval/mean_reward']:.3f}")
     for k in (1, 4, 8): print(f"pass@{k}    {metrics[f'eval/pass@{k}']:6.1%} ± {metrics[f'eval/pass@{k}_ci']:.1%}"
                               + "   (95 % interval)" * (k == 1))
     for s in samples[:2]: print(escape(f"\n{s['prompt']}\n--> {s['response']}\nreward {s['reward']}", for_html=False))
@@ -1880,14 +1921,14 @@ def main(argv=None):
     if cfg.max_prompt_tokens + cfg.max_tokens > context:
         raise UserError(f"max_prompt_tokens + max_tokens = {cfg.max_prompt_tokens + cfg.max_tokens} is longer "
                         f"than the model's context of {context}")
-    if cfg.chat: return chat(policy, tokenizer, cfg, context)
-    task = load_task(cfg, tokenizer)
+    task = load_task(cfg, tokenizer) if not cfg.chat else None
     everyone()                              # all have looked at out_dir: now rank 0 may write there
     if training and RANK == 0: claim_out_dir(cfg, saved is not None)
     if cfg.model_id == "tiny":
         if RANK: everyone()                 # rank 0 first; the others take what it has kept
         load_warm_start(policy, tokenizer, cfg)
         if RANK == 0: everyone()
+    if cfg.chat: return chat(policy, tokenizer, cfg, context)
     if cfg.lora_rank: add_lora(policy, cfg.lora_rank, cfg.seed)
     ref_model = None
     if cfg.use_kl_penalty and cfg.kl_coef and training:
@@ -1903,9 +1944,11 @@ def main(argv=None):
                         cfg.gpu_mem_util, cfg.enforce_eager, cfg.vllm_sleep)
     if cfg.eval_only:
         params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, n, tokenizer.stop_ids)
-        return report_eval(*evaluate_model(llm, tokenizer, task.held_out, params, operations=cfg.operations), n, task)
+        reward = functools.partial(checked_reward, reward_fn, timeout=cfg.reward_timeout, bad=cfg.bad_reward)
+        return report_eval(*evaluate_model(llm, tokenizer, task.held_out, params, reward, cfg.operations), n, task)
     with tempfile.TemporaryDirectory() as scratch:      # rank 0 logs; what the others log goes nowhere
-        log = Log(scratch if RANK else out, vars(cfg), saved["state"]["step"] if saved else -1)
+        try: log = Log(scratch if RANK else out, vars(cfg), saved["state"]["step"] if saved else -1)
+        except OSError as e: raise RunFailed(f"cannot write to out_dir {cfg.out_dir!r} ({e})") from None
         result, step = train(policy, llm, tokenizer, cfg, log, ref_model,
                              cfg.kl_coef if ref_model is not None else 0.0, saved, task)
         publish(policy, tokenizer, out / "model")
@@ -2070,11 +2113,13 @@ if __name__ == "__main__":
         test_functions()
         main()
     except UserError as error:
-        if RANK == 0: print(f"error: {error}", file=sys.stderr, flush=True)
+        if RANK == 0 or dist.is_initialized():           # before that all ranks say the same
+            print(f"error{f' (rank {RANK})' if RANK else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RuntimeError as error:
-        if WORLD == 1 and not isinstance(error, RunFailed): raise
-        if not isinstance(error, RunFailed): error = f"another process is gone, or the connection to it ({error})"
+        if not isinstance(error, RunFailed):
+            if WORLD == 1 or not re.search("connection|peer|socket|timed out|nccl", str(error), re.I): raise
+            error = f"another process is gone, or the connection to it ({error})"
         print(f"error{f' (rank {RANK})' if WORLD > 1 else ''}: {error}\n"
               "What was saved is good: the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-        os._exit(1)                                      # at once: an orderly exit could wait for a process that is gone
+        os._exit(1)                                      # at once: an orderly exit could wait for one that is gone

