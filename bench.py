@@ -179,6 +179,7 @@ def bare_generate(llm, prompts, params, phases):
 def trl(o):
     """The same work in TRL: its trainer, its vLLM colocation, its defaults otherwise."""
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     folder = tempfile.mkdtemp()
@@ -188,6 +189,7 @@ def trl(o):
     s.Tokenizer().save(folder)              # bytes: one token per letter, so that prompt lengths are exact
     del model
     gc.collect()
+    vllm = o.vllm and o.device == "cuda"     # on a CPU its sync into vLLM 0.32 fails (no attribute weight_loader)
     stamps = []
 
     class Clock(TrainerCallback):
@@ -195,18 +197,19 @@ def trl(o):
             if o.device == "cuda": torch.cuda.synchronize()
             stamps.append(time.perf_counter())
     rng = random.Random(0)
-    data = Dataset.from_list([{"prompt": "".join(rng.choice("abcdefghij") for _ in range(o.prompt_tokens))}
-                              for _ in range(o.prompts * (o.warmup + o.steps + 1))])
+    prompts = ["".join(rng.choice("abcdefghij") for _ in range(o.prompt_tokens))
+               for _ in range(o.prompts * (o.warmup + o.steps + 1))]
+    data = Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="bench")      # named: nothing to hash
     config = GRPOConfig(
         output_dir=folder + "/out", per_device_train_batch_size=o.trl_microbatch,
         gradient_accumulation_steps=o.prompts * o.group // o.trl_microbatch, num_generations=o.group,
         max_completion_length=o.new_tokens, beta=0.04 if o.kl else 0.0, learning_rate=1e-6,
-        max_steps=o.warmup + o.steps, bf16=o.device == "cuda", gradient_checkpointing=o.checkpointing, use_vllm=o.vllm,
+        max_steps=o.warmup + o.steps, bf16=o.device == "cuda", gradient_checkpointing=o.checkpointing, use_vllm=vllm,
         logging_steps=1, save_strategy="no", report_to=[],
         model_init_kwargs={"dtype": "bfloat16" if o.device == "cuda" else "float32"}, use_cpu=o.device != "cuda",
-        disable_tqdm=True, generation_kwargs={"ignore_eos": True} if o.vllm else {"min_new_tokens": o.new_tokens},
+        disable_tqdm=True, generation_kwargs={"ignore_eos": True} if vllm else {"min_new_tokens": o.new_tokens},
         **(dict(vllm_mode="colocate", vllm_gpu_memory_utilization=o.gpu_mem_util,
-                vllm_max_model_length=o.prompt_tokens + o.new_tokens + 8) if o.vllm else {}))
+                vllm_max_model_length=o.prompt_tokens + o.new_tokens + 8) if vllm else {}))
     trainer = GRPOTrainer(model=folder, reward_funcs=lambda completions, **kw: [rng.random() for _ in completions],
                           args=config, train_dataset=data, callbacks=[Clock()])
     if o.device == "cuda": torch.cuda.reset_peak_memory_stats()

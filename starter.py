@@ -47,6 +47,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn              # torch's own flash attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.logging import disable_progress_bar
@@ -616,6 +617,25 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     return responses
 
 
+class RoomyLayer(DynamicLayer):
+    """A KV cache with room for every token from the start (transformers' own is copied whole for each new token), that
+    takes each prompt once and keeps it n times."""
+
+    def __init__(self, size, n):
+        super().__init__()
+        self.size, self.n, self.room = size, n, None
+
+    def update(self, key, value, *args, **kw):
+        prompts, start = self.room is None, self.get_seq_length()
+        if prompts:
+            self.lazy_initialization(key, value)
+            self.room = [x.new_empty(len(x) * self.n, x.shape[1], self.size, x.shape[3]) for x in (key, value)]
+        for room, x in zip(self.room, (key, value)):
+            room[:, :, start:start + x.shape[2]] = x.repeat_interleave(self.n, 0) if prompts else x
+        self.keys, self.values = (room[:, :, :start + key.shape[2]] for room in self.room)
+        return (key, value) if prompts else (self.keys, self.values)
+
+
 class TorchSampler:
     """What vLLM does, in thirty lines: a batch of left-padded prompts, a KV cache, one token at a time."""
 
@@ -623,25 +643,26 @@ class TorchSampler:
         self.policy = policy
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")               # compiled layers are for training
     def generate(self, prompts, params, seeds):
         n, limit, stop = params["n"], params["max_tokens"], params["stop_token_ids"]
-        rows = [p for p in prompts for _ in range(n)]
         # one stream of uniform numbers per response: its tokens do not depend on what else is in the batch
         uniform = torch.from_numpy(np.stack([np.random.default_rng(s + i).random(limit)
                                              for s in seeds for i in range(n)]))
-        device, width = self.policy.device, max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in rows], device=device)                   # [N, width]
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
-        tokens, logps, cache = [], [], None
-        done = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        device, width = self.policy.device, max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)            # [prompts, width]
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        tokens, logps, cache = [], [], DynamicCache()
+        cache.layers = [RoomyLayer(width + limit, n) for _ in range(self.policy.config.num_hidden_layers)]
+        done = torch.zeros(len(prompts) * n, dtype=torch.bool, device=device)
         training = self.policy.training
         self.policy.eval()
         together = sharded(self.policy)                     # then every rank goes on until all are done
         while len(tokens) < limit and not (all(everyone(bool(done.all()))) if together else done.all()):
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-            out = self.policy(ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True,
-                              logits_to_keep=1)
-            cache, logits = out.past_key_values, out.logits[:, -1].float()
+            logits = self.policy(ids, attention_mask=mask, position_ids=position, past_key_values=cache,
+                                 use_cache=True, logits_to_keep=1).logits[:, -1].float()
+            if not tokens: logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)
             if len(tokens) < params["min_tokens"]: logits[:, stop] = -torch.inf
             logp = (logits / (params["temperature"] or 1.0)).log_softmax(-1)
             if params["temperature"]:                       # inverse of the cumulative distribution
