@@ -285,6 +285,7 @@ def load_task(cfg, tokenizer):
         if not Path(path).exists():
             raise UserError(f"task=gsm8k reads {path} and test.jsonl beside it: get both from "
                             "https://github.com/openai/grade-school-math (grade_school_math/data), or name a file")
+    print(f"reading {path} ...", flush=True)
     rows = read_jsonl(path)
     hashed = lambda p: zlib.crc32(json.dumps(p["prompt"]).encode()) / 2**32    # equal prompts fall on the same side
     if eval_path:
@@ -605,7 +606,8 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     try:
         with trainer_state_kept():
             outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts],
-                                   [SamplingParams(**params, seed=s) for s in seeds], use_tqdm=False)
+                                   [SamplingParams(**params, seed=s) for s in seeds],
+                                   use_tqdm=step == "eval" and RANK == 0 and sys.stderr.isatty())
     except Exception as e:
         raise RunFailed(f"vLLM failed while generating ({type(e).__name__}: {str(e)[:300]})") from e
     responses = [(list(c.token_ids), [d[t].logprob for t, d in zip(c.token_ids, c.logprobs)], c.finish_reason == "stop")
