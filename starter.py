@@ -31,8 +31,8 @@ RANK, WORLD = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if LAUNCHED e
 if LAUNCHED:
     os.environ["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
                                           ).split(",")[int(os.environ["LOCAL_RANK"])]
-import contextlib, copy, datetime, difflib, functools, hashlib, html, importlib.metadata, inspect, json, math, random
-import re, shutil, signal, sys, tempfile, threading, time, warnings, zlib
+import contextlib, copy, ctypes, datetime, difflib, functools, hashlib, html, importlib.metadata, inspect, json, math
+import random, re, shutil, signal, sys, tempfile, threading, time, warnings, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -1495,7 +1495,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
 
     if checkpoint is None: log.write(0, evaluate())
     started, first_step, saved_step = time.time(), state.step, [state.step if checkpoint is not None else -1]
-    while state.step < cfg.n_grpo_steps and not stop:
+    while state.step < cfg.n_grpo_steps and not (stop if WORLD > 1 else interrupted):
         step = state.step = state.step + 1
         t0 = clock()
         problems, first = share([task.problem(step * n_prompts + i) for i in range(n_prompts)])
@@ -1544,6 +1544,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         if step % cfg.eval_every == 0 or step == cfg.n_grpo_steps:
             result = evaluate()
             metrics |= result
+            with contextlib.suppress(OSError, AttributeError):     # the C library keeps what was freed: give it back
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
         log.write(step, metrics)
         if cfg.save_every and step % cfg.save_every == 0: save()
     if saved_step[-1] != state.step: save()                # at the end, or on Ctrl-C

@@ -2575,6 +2575,17 @@ def test_a_reward_that_fails_on_another_rank_is_named(tmp_path):
     assert run.returncode != 0 and "ZeroDivisionError: in my reward" in run.stderr, run.stderr[-1500:]
 
 
+def test_the_reward_function_of_the_readme():
+    lines = (HERE / "README.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip().startswith("def reward_fn("))
+    code = [line[6:] for line in itertools.takewhile(str.strip, lines[start:])]
+    scope = dict(vars(s))
+    exec("\n".join(code), scope)
+    reward = lambda text: scope["reward_fn"](text, {"prompt": "?", "answer": "12"})
+    assert reward("no") == 0.0 and s.RIGHT <= reward("#### 12.0") < 1.0 and reward("#### blue") == 0.1
+    assert 0.1 < reward("#### 50") < reward("#### 13") < 0.3
+
+
 # --------------------------------------------------------------------------------------------------------- on a GPU
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
