@@ -7,7 +7,8 @@
     python starter.py --task=data.jsonl                  your own problems: {"prompt": ..., "answer": ...} in each line
     python starter.py --resume=True                      go on after an interruption (Ctrl-C saves a checkpoint first)
     python starter.py --eval_only=True --model_id=out/model    accuracy and pass@k; --chat=True: talk to it
-    torchrun --standalone --nproc_per_node=8 starter.py  several GPUs; --fsdp=True for models too large for one
+    torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 starter.py
+                                                         several GPUs; --fsdp=True for models too large for one
     tensorboard --logdir out/tb                          look at the curves and the samples
     python -m pytest test_starter.py                     the full tests (quick ones run before every training)
 
@@ -29,8 +30,8 @@ for _name, _value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "
 LAUNCHED = "LOCAL_RANK" in os.environ                   # by torchrun: every process then sees one GPU, as if alone
 RANK, WORLD = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE")) if LAUNCHED else (0, 1)
 if LAUNCHED:
-    os.environ["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
-                                          ).split(",")[int(os.environ["LOCAL_RANK"])]
+    _gpus, _local = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(_local) if _gpus is None else ",".join(_gpus.split(",")[_local:_local + 1])
 import contextlib, copy, ctypes, datetime, difflib, functools, hashlib, html, importlib.metadata, inspect, json, math
 import random, re, shutil, signal, sys, tempfile, threading, time, warnings, zlib
 from fractions import Fraction
@@ -206,7 +207,7 @@ def final_answer(text):
             break
     line = text[text.rfind("####") + 4:].strip().split("\n")[0] if "####" in text else ""
     if line:
-        number = re.match(r"\$?-?[0-9][0-9,.]*(/[0-9]+)?", line)
+        number = re.match(r"\$?-?[0-9][0-9,.]*(/[0-9]+)?(?=[.\s]*$|\s*%|\s+[A-Za-z])", line)
         found.append((text.rfind("####"), number.group() if number else line))
     return max((f for f in found if f[1] is not None), default=(0, None))[1]
 
@@ -214,7 +215,7 @@ def final_answer(text):
 def normalise(answer):
     """Answers that mean the same become equal: a number for numbers (1,200.0 = 1200, 1/2 = 0.5), else plain text."""
     text = " ".join(str(answer)[:1000].lower().split()).strip("$ ").rstrip(".$ ")
-    number = text.replace(",", "").replace("$", "").removesuffix("%").strip()
+    number = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text).replace("$", "").removesuffix("%").strip()
     if re.fullmatch(r"[-+]?(?=\.?[0-9])[0-9]{0,30}(\.[0-9]{0,30}|/0{0,30}[1-9][0-9]{0,30})?", number, re.ASCII):
         return Fraction(number.rstrip("."))
     return text
@@ -266,6 +267,8 @@ def read_problem(line, where):
          '"prompt" must be text, or chat messages [{"role": "user", "content": ...}, ...]')
     answer = str(answer).rpartition("####")[2].strip() if isinstance(answer, (str, int, float)) else ""
     need(answer, 'there is no "answer" (text or a number)')
+    try: json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError: need(False, "half of a surrogate pair (\\ud800 to \\udfff) is no text")
     return row | {"prompt": prompt if "prompt" in row else QUESTION.format(prompt), "answer": answer}
 
 
@@ -375,6 +378,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, cu
                      sliding_window=None, **kw):
     """Attention for sequences laid end to end without padding: query [1, heads, N, d]; cu_seq_lens_q says
     where each begins."""
+    if kw.get("softcap") or kw.get("s_aux") is not None:
+        raise UserError("this model's attention has soft-capping or sinks, which the trainer does not compute")
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kw)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))      # [N, heads, d]
@@ -415,6 +420,8 @@ def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpoint
             raise UserError(f"cannot load the model {model_id!r} ({reason}). Two ways out: --model_id=path/to/a/folder "
                             "in Hugging Face format (config.json, *.safetensors, tokenizer), or --model_id=tiny, "
                             "built in") from None
+        try: policy.generation_config.validate(strict=True)
+        except ValueError: policy.generation_config.do_sample = True      # a temperature without it: cannot be saved
         stop = policy.generation_config.eos_token_id
         tokenizer = Tokenizer(hf, stop if isinstance(stop, list) else [] if stop is None else [stop],
                               getattr(policy.config, "prompt_style", "chat") == "short")
@@ -450,6 +457,8 @@ def shard(model, device):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = dist.init_device_mesh(torch.device(device).type, (WORLD,))
     policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+    if not hasattr(model.base_model, "layers"):
+        raise UserError("fsdp does not know the layers of this model: it needs a plain decoder")
     layers = model.base_model.layers
     whole = {*model.parameters()} - {*layers.parameters()}
     for layer in layers:
@@ -524,10 +533,11 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
     folder = tempfile.mkdtemp()
     config.save_pretrained(folder)
     tokens = max_num_seqs * (-(-max_model_len // 128) * 128)      # the CPU's cache comes in blocks of 128 tokens
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    inner = config.get_text_config()
+    heads = getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
+    width = heads * (getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads)
     memory = ({"gpu_memory_utilization": gpu_mem_util, "enable_sleep_mode": sleep} if cuda else
-              {"kv_cache_memory_bytes": 8 * config.num_hidden_layers * width * tokens + (64 << 20),
+              {"kv_cache_memory_bytes": 8 * inner.num_hidden_layers * width * tokens + (64 << 20),
                # a prompt cut in two fails there: vLLM cannot rewind a CPU generator
                "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, max_model_len)})
     try:
@@ -639,14 +649,23 @@ class RoomyLayer(DynamicLayer):
 
 
 class TorchSampler:
-    """What vLLM does, in thirty lines: a batch of left-padded prompts, a KV cache, one token at a time."""
+    """What vLLM does, in forty lines: a batch of left-padded prompts, a KV cache, one token at a time."""
 
     def __init__(self, policy):
         self.policy = policy
 
+    def generate(self, prompts, params, seeds):
+        """As many prompts at a time as a cache of 2**17 tokens and 2**29 logits allow."""
+        config = self.policy.config.get_text_config()
+        rows = min(2**17 // (max(map(len, prompts)) + params["max_tokens"]), 2**29 // config.vocab_size)
+        parts = -(-len(prompts) // max(1, rows // params["n"]))
+        if sharded(self.policy): parts = max(everyone(parts))
+        return [r for part in np.array_split(np.arange(len(prompts)), parts)
+                for r in self.generate_batch([prompts[i] for i in part], params, [seeds[i] for i in part], config)]
+
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")               # compiled layers are for training
-    def generate(self, prompts, params, seeds):
+    def generate_batch(self, prompts, params, seeds, config):
         n, limit, stop = params["n"], params["max_tokens"], params["stop_token_ids"]
         # one stream of uniform numbers per response: its tokens do not depend on what else is in the batch
         uniform = torch.from_numpy(np.stack([np.random.default_rng(s + i).random(limit)
@@ -655,7 +674,7 @@ class TorchSampler:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)            # [prompts, width]
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         tokens, logps, cache = [], [], DynamicCache()
-        cache.layers = [RoomyLayer(width + limit, n) for _ in range(self.policy.config.num_hidden_layers)]
+        cache.layers = [RoomyLayer(width + limit, n) for _ in range(config.num_hidden_layers)]
         done = torch.zeros(len(prompts) * n, dtype=torch.bool, device=device)
         training = self.policy.training
         self.policy.eval()
@@ -733,8 +752,10 @@ def response_features(model, input_ids, mask, packed):
                              cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=mask.shape[1],
                              max_length_k=mask.shape[1]).last_hidden_state[0][mask[real]]
     else:
-        width = int(lengths.max())
-        x = model.base_model(input_ids=input_ids[:, :width], use_cache=False).last_hidden_state[mask[:, :width]]
+        ids = input_ids[:, :int(lengths.max())]
+        window = getattr(model.config, "sliding_window", None)      # only with a mask given is it heeded
+        x = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids) if window else None, use_cache=False
+                             ).last_hidden_state[mask[:, :ids.shape[1]]]
     return x, model.get_output_embeddings()
 
 
@@ -1011,7 +1032,7 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
                                       kl_coef if with_kl else 0.0, response_mask=mask, kl_estimator=kl_estimator,
                                       exact_kl=exact_kl, **loss_options)
     except BadNumbers as e: bad = str(e)
-    agree(bad, policy)
+    agree(bad, sharded(policy))
     if divisor is None:
         divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
     rows = mask.any(-1).sum()
@@ -1026,9 +1047,9 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
     return total.detach(), metadata
 
 
-def agree(bad, policy):
-    """Raise if there are bad numbers; of sharded weights on all ranks or on none: they gather the layers together."""
-    if sharded(policy): bad = next(filter(None, everyone(bad)), "")
+def agree(bad, together):
+    """Raise if there are bad numbers; `together` on all ranks or on none, where they go on to something in common."""
+    if together: bad = next(filter(None, everyone(bad)), "")
     if bad: raise BadNumbers(bad)
 
 
@@ -1122,9 +1143,11 @@ class Optimizer:
         if pairs: torch._foreach_copy_(*map(list, zip(*pairs)))
 
     def state_dict(self):
-        """Whole tensors, whatever the number of ranks. Every rank calls it."""
-        whole = lambda p, x: (DTensor.from_local(x, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-                                                 ).full_tensor() if isinstance(p, DTensor) and x.dim() else x)
+        """Whole tensors, whatever the number of ranks. Every rank calls it; sharded ones are gathered for rank 0."""
+        def whole(p, x):
+            if not isinstance(p, DTensor) or not x.dim(): return x
+            x = DTensor.from_local(x, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+            return x.cpu() if RANK == 0 else None
         adamw = self.adamw.state_dict()
         adamw["state"] = {i: {k: whole(self.params[i], x) for k, x in s.items()} for i, s in adamw["state"].items()}
         return {"masters": [whole(p, m.detach()) for p, m in zip(self.params, self.masters)], "adamw": adamw}
@@ -1185,7 +1208,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
             bad = ""
             try: cost, extra = kl_to_go(old, ref, batch.mask)
             except BadNumbers as e: bad = str(e)
-            agree(bad, policy)
+            agree(bad, True)
             adv = advantages[:, None] - kl_coef * cost
         for group in even_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps,
                                        tokens_per_microbatch):
@@ -1220,6 +1243,7 @@ def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, longes
             meta = {"n_tokens": 0, "loss": math.nan, "grad_norm": math.nan, "reason": str(e)}
         except torch.OutOfMemoryError:
             if cfg.tokens_per_microbatch <= longest: raise
+            if sharded(policy): raise RunFailed("out of GPU memory: lower tokens_per_microbatch") from None
             meta = None
         metas = everyone(meta)
         if None in metas:                                  # outside the except: there the failed attempt is in memory
@@ -1656,6 +1680,7 @@ def check_config(cfg):
     need(0 < cfg.eval_fraction < 1, f"eval_fraction must be between 0 and 1, got {cfg.eval_fraction}")
     need(not (cfg.eval_task and cfg.task == "countdown"), "eval_task is set, but Countdown makes its own problems")
     need(not (cfg.eval_only and cfg.chat), "--eval_only=True and --chat=True: choose one")
+    need(not (cfg.chat and LAUNCHED), "--chat=True is for one process: python starter.py, without torchrun")
     need(LAUNCHED or not cfg.fsdp, "fsdp=True needs torchrun: torchrun --standalone --nproc_per_node=8 starter.py ...")
     for name in ("lora_rank", "ref_update_every", "ref_offload"):
         need(not (cfg.fsdp and getattr(cfg, name)), f"{name} cannot be used with fsdp")
@@ -1697,13 +1722,24 @@ MUST_MATCH = ("model_id", "seed", "lora_rank", "task", "eval_task", "eval_fracti
               "operations", "warm_start_steps")
 
 
+def holds_a_run(out):
+    """A config.json that is ours, or damaged; models have one too."""
+    if not (out / "config.json").exists(): return False
+    with contextlib.suppress(ValueError): return "n_grpo_steps" in json.loads((out / "config.json").read_text())
+    return True
+
+
 def prepare_out_dir(cfg):
     """-> the checkpoint to go on from, or None for a new run. Writes nothing yet."""
     out = Path(cfg.out_dir)
     parent = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to out_dir {cfg.out_dir!r}: choose another with --out_dir=...")
-    if out.exists() and not (out / "config.json").exists() and any(
+    model = Path(cfg.model_id).resolve()
+    if model.exists() and out.resolve() in (model, *model.parents):
+        raise UserError(f"the model {cfg.model_id!r} lies inside out_dir {cfg.out_dir!r}, where this run writes: "
+                        "choose another with --out_dir=...")
+    if out.exists() and not holds_a_run(out) and any(
             not p.name.startswith(("warm_start", "previous-", "config.tmp")) for p in out.iterdir()):
         raise UserError(f"out_dir {cfg.out_dir!r} holds files of something else: choose another with --out_dir=...")
     if cfg.resume and cfg.overwrite:
@@ -1791,10 +1827,10 @@ def save_model(policy, tokenizer, folder, weights):
 def publish(policy, tokenizer, folder, also=lambda tmp: None):
     """Every rank calls it (sharded weights are gathered), rank 0 writes the model to `folder`, whole or not at all."""
     skip = "lm_head.weight" if policy.config.tie_word_embeddings else None
-    weights = {k: v.detach().to(policy.dtype).cpu() for k, v in vllm_weights(policy) if k != skip}
+    weights = {k: v.detach().to(policy.dtype).cpu() for k, v in vllm_weights(policy) if k != skip and RANK == 0}
     if RANK == 0:
         try: write_folder(folder, lambda tmp: (save_model(policy, tokenizer, tmp, weights), also(tmp)))
-        except (OSError, SafetensorError) as e:
+        except (OSError, SafetensorError, ValueError) as e:
             shutil.rmtree(folder.with_name(folder.name + ".tmp"), ignore_errors=True)
             print(f"!!! cannot write {folder} ({e}); going on without", flush=True)
 
@@ -1936,6 +1972,8 @@ def main(argv=None):
     saved = prepare_out_dir(cfg) if training else None
     if LAUNCHED and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(minutes=30))
+    if len({json.dumps(settings) for settings in everyone(vars(cfg))}) > 1:
+        raise UserError("the processes differ in their settings: are there fewer GPUs than processes?")
     policy, tokenizer = init_policy(cfg.model_id, "cpu" if cfg.fsdp else cfg.device, seed=cfg.seed,
                                     dtype=torch.bfloat16 if cfg.device != "cpu" else torch.float32,
                                     gradient_checkpointing=cfg.gradient_checkpointing)
@@ -2142,6 +2180,9 @@ if __name__ == "__main__":
             print(f"error{f' (rank {RANK})' if RANK else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error = RunFailed(f"out of GPU memory ({str(error)[:120]}...). What helps: --gradient_checkpointing=True, "
+                              "--vllm_sleep=True, a smaller gpu_mem_util or tokens_per_microbatch, --lora_rank=32")
         if not isinstance(error, RunFailed):
             if WORLD == 1 or not re.search("connection|peer|socket|timed out|nccl", str(error), re.I): raise
             error = f"another process is gone, or the connection to it ({error})"

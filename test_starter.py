@@ -1864,7 +1864,9 @@ def test_bad_tasks_are_one_clear_line_and_nothing_is_written(tmp_path, monkeypat
     ("", None), ("the answer is 5", None), ("<answer>5", None), ("5</answer>", None), ("</answer><answer>", None),
     (r"\boxed{5", None), (r"\boxed 5", None), ("####", None), ("####  \n ", None),
     ("<answer>1</answer> <answer>2", "1"), (r"<answer>1</answer> \boxed{2", "1"), ("<answer></answer>", ""),
-    ("#### 1/2", "1/2"), ("#### 3/4 of it", "3/4"),
+    ("#### 1/2", "1/2"), ("#### 3/4 of it", "3/4"), ("#### 12:30", "12:30"), ("#### 3x+2", "3x+2"),
+    ("#### 1e5", "1e5"),
+    ("#### 2024-01-05", "2024-01-05"), ("#### 3 1/2", "3 1/2"), ("#### 50 %", "50"), ("#### 7.", "7."),
 ])
 def test_final_answer(text, answer):
     assert s.final_answer(text) == answer
@@ -1876,7 +1878,8 @@ SAME = [("1,200.0", "1200"), ("1/2", "0.5"), ("$5", "5"), ("50%", "50"), ("50 %"
         (".5", "0.5"), ("-.5", "-1/2")]
 OTHER = [("5", "6"), ("0.5", "0.50001"), ("-5", "5"), ("blue", "red"), ("", "0"), ("1/0", "0"), ("1/0", "1"),
          ("1e3", "1000"), ("٣", "3"), ("½", "1/2"), ("9" * 400, "9" * 401), ("nan", "0"), ("inf", "1e999"), (".5", "5"),
-         ("1" * 25, "1" * 24 + "2")]      # equal as floats
+         ("1" * 25, "1" * 24 + "2"),      # equal as floats
+         ("1,2", "12"), ("3,5", "35"), ("12,3456", "123456")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -2573,6 +2576,61 @@ def test_a_reward_that_fails_on_another_rank_is_named(tmp_path):
         '    answer = extract_answer(generated_text)\n'))
     run = two_ranks(tmp_path / "out", "--use_vllm=False", program=tmp_path / "mine.py")
     assert run.returncode != 0 and "ZeroDivisionError: in my reward" in run.stderr, run.stderr[-1500:]
+
+
+def test_a_model_inside_out_dir_or_as_out_dir_is_refused(tmp_path, model_folder):
+    """The run would move it away, or take the model's config.json for its own."""
+    folder = model_folder("llama", False)
+    for out, model in ((tmp_path, tmp_path / "model"), (folder, "tiny")):
+        if model != "tiny": shutil.copytree(folder, model)
+        before = everything_below(out)
+        with pytest.raises(s.UserError, match="inside out_dir|something else"):
+            s.main([*SMALL, f"--model_id={model}", f"--out_dir={out}"])
+        assert everything_below(out) == before
+
+
+def test_a_generation_config_that_cannot_be_saved_does_not_cost_the_model(tmp_path, model_folder):
+    """Seen in older chat models: a temperature without do_sample. transformers loads it and refuses to save it."""
+    folder = model_folder("llama", False)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.6, "top_p": 0.9}))
+    policy, tokenizer = s.init_policy(str(folder))
+    s.publish(policy, tokenizer, tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.6
+
+
+def test_a_large_batch_is_sampled_in_parts_with_the_same_result(monkeypatch):
+    policy, tokenizer = s.init_policy("tiny")
+    prompts = [tokenizer.encode(f"{i} {i + 3} 7=9:") for i in range(1, 12)]
+    params = s.init_sampling_params(1.0, 0, 8, 3, tokenizer.stop_ids)
+    whole = s.rollout_with_vllm(s.TorchSampler(policy), prompts, params, 0, 1)
+    sizes, batch = [], s.TorchSampler.generate_batch
+
+    def counted(self, prompts, *args):
+        sizes.append(len(prompts))
+        return batch(self, prompts, *args)
+    monkeypatch.setattr(s.TorchSampler, "generate_batch", counted)
+    policy.config.vocab_size = 2**29 // 12                 # as if 12 rows were all that fits
+    parts = s.rollout_with_vllm(s.TorchSampler(policy), prompts, params, 0, 1)
+    assert max(sizes) <= 4 and sum(sizes) == 11
+    assert [r[0] for r in parts] == [r[0] for r in whole]
+
+
+def test_a_sliding_window_is_the_same_for_the_trainer_on_a_cpu_and_the_plain_model():
+    torch.manual_seed(0)
+    size = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+                num_attention_heads=4, num_key_value_heads=2)
+    config = Qwen3Config(**size, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed")
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 64, (2, 20))
+    want = plain(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    got = s.get_response_log_probs(model, ids[:, :-1], ids[:, 1:])
+    full = AutoModelForCausalLM.from_config(Qwen3Config(**size))
+    full.load_state_dict(model.state_dict())
+    other = full(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    assert torch.allclose(got, want, atol=1e-5) and not torch.allclose(other, want, atol=1e-3)
 
 
 def test_the_reward_function_of_the_readme():
