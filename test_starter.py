@@ -2582,7 +2582,9 @@ def test_a_model_inside_out_dir_or_as_out_dir_is_refused(tmp_path, model_folder)
     """The run would move it away, or take the model's config.json for its own."""
     folder = model_folder("llama", False)
     for out, model in ((tmp_path, tmp_path / "model"), (folder, "tiny")):
-        if model != "tiny": shutil.copytree(folder, model)
+        if model != "tiny":                                # a finished run, and someone goes on from its model
+            shutil.copytree(folder, model)
+            (out / "config.json").write_text('{"n_grpo_steps": 1}')
         before = everything_below(out)
         with pytest.raises(s.UserError, match="inside out_dir|something else"):
             s.main([*SMALL, f"--model_id={model}", f"--out_dir={out}"])
@@ -2621,8 +2623,8 @@ def test_a_sliding_window_is_the_same_for_the_trainer_on_a_cpu_and_the_plain_mod
     size = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
                 num_attention_heads=4, num_key_value_heads=2)
     config = Qwen3Config(**size, use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed")
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model, plain = (AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kind)
+                    for kind in ("packed", "eager"))
     plain.load_state_dict(model.state_dict())
     ids = torch.randint(0, 64, (2, 20))
     want = plain(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
