@@ -1755,7 +1755,8 @@ def prepare_out_dir(cfg):
         changed = {k: f"{before.get(k)} -> {v}" for k, v in vars(cfg).items()
                    if before.get(k) != v and k not in MAY_DIFFER}
         age = lambda path: path.stat().st_mtime if path.exists() else 0
-        unfinished = int(steps[-1].name[5:]) < before["n_grpo_steps"] or age(out / "model") < age(steps[-1])
+        unfinished = (int(steps[-1].name[5:]) < before["n_grpo_steps"]
+                      or age(out / "model") < age(steps[-1] / "meta.json"))
         if not cfg.force and (fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH
                                         if k in changed and (cfg.resume or unfinished)]):
             raise UserError(f"{cfg.out_dir!r} holds another run ({', '.join(fixed)}): choose another with --out_dir=..."
