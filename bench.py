@@ -63,15 +63,15 @@ class Phases:
         setattr(owner, name, timed)
 
 
-def flops(model, tokens, head_tokens, length):
-    """Forward + backward: 6 per weight and token, plus causal attention; the head only where a response
-    token is predicted."""
-    head = model.get_output_embeddings().weight.numel()
+def flops(model, prompts, group, prompt_tokens, new_tokens):
+    """Forward + backward of what the trainer computes: 6 per weight and token, each prompt once; the head only where a
+    response token is predicted; causal attention, 12 per layer, width and pair of tokens."""
+    c, head = model.config, model.get_output_embeddings().weight.numel()
     body = sum(p.numel() for p in model.base_model.layers.parameters())
-    c = model.config
-    # 12 * layers * width * T / 2
-    attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length * tokens
-    return 6 * body * tokens + 6 * head * head_tokens + attention
+    tokens, responses = prompts * prompt_tokens, prompts * group * new_tokens
+    pairs = tokens * prompt_tokens / 2 + responses * (prompt_tokens + new_tokens / 2)
+    return (6 * body * (tokens + responses) + 6 * head * responses
+            + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * pairs)
 
 
 def matmul_rate(cuda):
@@ -154,8 +154,8 @@ def measure(o, m):
               + ", ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
         if step > o.warmup: rows.append(row)
     median = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
-    n, tokens = o.prompts * o.group, o.prompts * o.group * (o.prompt_tokens + o.new_tokens)
-    work = flops(policy, tokens, n * o.new_tokens, o.prompt_tokens + o.new_tokens)
+    tokens = o.prompts * o.group * (o.prompt_tokens + o.new_tokens)
+    work = flops(policy, o.prompts, o.group, o.prompt_tokens, o.new_tokens)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     fixed = 16 * trained if cuda else 0                   # float32 masters, gradients, 2 moments
     return {"seconds": median, "tokens_per_s": tokens / median["step"], "matmul_tflops": m.rate / 1e12,

@@ -61,6 +61,14 @@ class UserError(ValueError):
     """Something the user can put right: shown as one line, without a traceback, exit code 2."""
 
 
+class RunFailed(RuntimeError):
+    """The run cannot go on, and its checkpoints are good: shown as one line, exit code 1."""
+
+
+class BadNumbers(Exception):
+    """NaN or infinity where a number must be: the update is skipped, counted, and never reaches the weights."""
+
+
 def everyone(value=None):
     """`value` of every rank, in order: [value] without torchrun. Waits until all are here."""
     values = [value] * WORLD
@@ -72,14 +80,6 @@ def share(items):
     """This rank's part of a list, and the position at which it begins."""
     first, end = len(items) * RANK // WORLD, len(items) * (RANK + 1) // WORLD
     return items[first:end], first
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on, and its checkpoints are good: shown as one line, exit code 1."""
-
-
-class BadNumbers(Exception):
-    """NaN or infinity where a number must be: the update is skipped, counted, and never reaches the weights."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -374,23 +374,32 @@ class Tokenizer:
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None,
-                     sliding_window=None, **kw):
-    """Attention for sequences laid end to end without padding: query [1, heads, N, d]; cu_seq_lens_q says
-    where each begins."""
+def packed_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, cu_seq_lens_k=None,
+                     max_length_q=None, kv_slots=None, sliding_window=None, **kw):
+    """Attention for rows laid end to end without padding: query [1, heads, N, d]. Row b has the queries from
+    cu_seq_lens_q[b] on; its keys and values, which may be shared with other rows, are those of
+    kv_slots[cu_seq_lens_k[b]:...]. They end together: the last query sees every key, the one before it one less."""
     if kw.get("softcap") or kw.get("s_aux") is not None:
         raise UserError("this model's attention has soft-capping or sinks, which the trainer does not compute")
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kw)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))      # [N, heads, d]
     if q.is_cuda:
-        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+        out = varlen_attn(q, k[kv_slots], v[kv_slots], cu_seq_lens_q, cu_seq_lens_k,
+                          max_length_q, max_length_q, scale=scaling,
                           window_size=(sliding_window - 1 if sliding_window else -1, 0), **GROUPED)
-    else:                                                              # slow but the same: for tests on a CPU
-        pieces = [F.scaled_dot_product_attention(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True,
-                                                 scale=scaling, enable_gqa=True)[0].transpose(0, 1)
-                  for a, b in zip(cu_seq_lens_q.tolist(), cu_seq_lens_q.tolist()[1:])]
-        out = torch.cat(pieces)
+    else:                                                              # padded on the left: [rows, heads, length, d]
+        back = lambda starts: torch.arange(-int(starts.diff().max()), 0)      # places, counted from the end
+        at_q, at_k, n_q, n_k = back(cu_seq_lens_q), back(cu_seq_lens_k), cu_seq_lens_q.diff(), cu_seq_lens_k.diff()
+        is_q, is_k = at_q >= -n_q[:, None], at_k >= -n_k[:, None]
+        seen = at_k <= at_q[:, None]
+        if sliding_window: seen &= at_k > at_q[:, None] - sliding_window
+        seen = (seen & is_k[:, None]) | ~is_q[:, :, None]              # a padded query sees anything: no NaN
+        slots = kv_slots[(cu_seq_lens_k[1:, None] + at_k).clamp(min=0)]
+        padded = lambda x: x.index_select(0, slots.flatten()).view(*slots.shape, *x.shape[1:]).transpose(1, 2)
+        queries = q.new_zeros(*is_q.shape, *q.shape[1:]).index_put((is_q,), q)
+        out = F.scaled_dot_product_attention(queries.transpose(1, 2), padded(k), padded(v), seen[:, None],
+                                             scale=scaling, enable_gqa=True).transpose(1, 2)[is_q]
     return out[None], None
 
 
@@ -736,23 +745,34 @@ def upcast(x):
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def find_prompts(input_ids, mask):
+    """-> real [B, T], True up to a row's last response token; prompt [B, T], True up to the place where its first one is
+    predicted; new [B], False where the row before has the same prompt."""
+    at = torch.arange(mask.shape[1], device=mask.device)
+    real = at < (mask * (at + 1)).amax(1, keepdim=True)
+    prompt = real & (at <= mask.int().argmax(1, keepdim=True))
+    tokens = input_ids.where(prompt, -1)
+    return real, prompt, F.pad((tokens[1:] != tokens[:-1]).any(1), (1, 0), value=True)
+
+
 def response_features(model, input_ids, mask, packed):
     """-> (x [M, ...] at the M positions of the mask, the function that turns x into logits)."""
     scaled = any(getattr(model.config, k, None) for k in ("final_logit_softcapping", "logits_scaling", "logit_scale")
                  ) if hasattr(model, "config") else True
     if scaled or not hasattr(model, "get_output_embeddings"):          # no plain decoder + head: its logits as they are
         return model(input_ids).logits[mask], lambda x: x
-    # nothing after a row's last response token
-    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
-    real = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]            # [B, T]
-    if packed:
-        full = lengths[lengths > 0]
-        starts = F.pad(full.cumsum(0), (1, 0)).to(torch.int32)
-        x = model.base_model(input_ids=input_ids[real][None], position_ids=real.nonzero()[:, 1][None], use_cache=False,
-                             cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=mask.shape[1],
-                             max_length_k=mask.shape[1]).last_hidden_state[0][mask[real]]
+    real, prompt, new = find_prompts(input_ids, mask)
+    if packed:                # the rows end to end, nothing twice: of rows with one prompt only the first has it
+        own = real & (new[:, None] | ~prompt)
+        slot = (own.flatten().cumsum(0) - 1).view_as(own)              # where a token is
+        slot = torch.where(own, slot, slot[new.nonzero()[:, 0][new.cumsum(0) - 1]])
+        rows = own.any(1)                                              # a response of one token has nothing of its own
+        starts = lambda tokens: F.pad(tokens[rows].sum(1).cumsum(0), (1, 0)).to(torch.int32)
+        x = model.base_model(input_ids=input_ids[own][None], position_ids=own.nonzero()[:, 1][None], use_cache=False,
+                             cu_seq_lens_q=starts(own), cu_seq_lens_k=starts(real), kv_slots=slot[rows][real[rows]],
+                             max_length_q=mask.shape[1], max_length_k=mask.shape[1]).last_hidden_state[0][slot[mask]]
     else:
-        ids = input_ids[:, :int(lengths.max())]
+        ids = input_ids[:, :int(real.sum(1).max())]
         window = getattr(model.config, "sliding_window", None)      # only with a mask given is it heeded
         x = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids) if window else None, use_cache=False
                              ).last_hidden_state[mask[:, :ids.shape[1]]]
@@ -779,7 +799,7 @@ def token_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None,
     """-> (log-probs, entropy), with a ref_model (log-probs, entropy, its log-probs, exact KL): each [B, T] float32, 0
     outside the mask."""
     if packed is None:
-        packed = input_ids.is_cuda and getattr(getattr(model, "config", None), "_attn_implementation", "") == "packed"
+        packed = getattr(getattr(model, "config", None), "_attn_implementation", "") == "packed"
     zeros = torch.zeros(labels.shape, device=labels.device)
     if not mask.any():
         return (zeros,) * (2 if ref_model is None else 4)
@@ -1066,26 +1086,27 @@ def merge_metadata(parts):
     return out
 
 
-def make_microbatches(lengths, least, tokens_per_microbatch):
-    """Row numbers in at least `least` groups of at most tokens_per_microbatch tokens, evenly filled: the longest first,
-    each into the group with the fewest tokens so far."""
-    count = max(1, min(len(lengths), max(least, -(-sum(lengths) // tokens_per_microbatch))))
-    while True:
-        groups = [[0, []] for _ in range(count)]
-        for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
-            group = min(groups, key=lambda g: g[0])
-            group[0] += lengths[row]
-            group[1].append(row)
-        if count == len(lengths) or max(g[0] for g in groups) <= tokens_per_microbatch:
-            return [sorted(rows) for _, rows in groups]
-        count += 1
+def make_microbatches(lengths, least, tokens_per_microbatch, shared=None):
+    """Row numbers, in order, cut into at least `least` groups of at most tokens_per_microbatch tokens, evenly filled.
+    Of lengths[r] tokens shared[r] are the prompt of the row before: computed again only where a group begins."""
+    shared = np.zeros(len(lengths), int) if shared is None else np.array(shared)
+    own, n = np.array(lengths) - shared, len(lengths)
+    ends = own.cumsum()
+    for count in range(max(1, min(n, max(least, -(-int(ends[-1]) // tokens_per_microbatch)))), n + 1):
+        cuts = np.searchsorted(ends - own / 2, ends[-1] * np.arange(count + 1) / count)
+        for i in range(1, count): cuts[i] = min(max(cuts[i], cuts[i - 1] + 1), n - count + i)      # none is empty
+        groups = [range(a, b) for a, b in zip(cuts.tolist(), cuts.tolist()[1:])]
+        if max(own[list(g)].sum() + shared[g[0]] for g in groups) <= tokens_per_microbatch: break
+    return [list(g) for g in groups]
 
 
-def even_microbatches(lengths, least, tokens_per_microbatch):
+def even_microbatches(input_ids, mask, least, tokens_per_microbatch):
     """make_microbatches, with the same number of them on every rank: sharded layers are gathered by all together."""
-    groups = make_microbatches(lengths, least, tokens_per_microbatch)
-    while len(set(counts := everyone(len(groups)))) > 1:
-        groups = make_microbatches(lengths, max(counts), tokens_per_microbatch)
+    real, prompt, new = find_prompts(input_ids, mask)
+    split = lambda least: make_microbatches(real.sum(1).tolist(), least, tokens_per_microbatch,
+                                            (prompt.sum(1) * ~new).tolist())
+    groups = split(least)
+    while len(set(counts := everyone(len(groups)))) > 1: groups = split(max(counts))
     return groups
 
 
@@ -1187,18 +1208,18 @@ def kl_to_go(policy_log_probs, ref_log_probs, mask):
 
 def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_model=None, kl_coef=0.0):
     """Every optimizer step on one rollout batch -> merged metadata. A bad update is skipped and counted, not taken."""
-    lengths = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)).amax(1).tolist()
-    everything = even_microbatches(lengths, 1, cfg.tokens_per_microbatch)
     in_reward = cfg.kl_in == "reward" and bool(kl_coef)
     options = dict(loss_type=cfg.loss_type, max_completion_length=cfg.max_tokens, temperature=cfg.temperature,
                    clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap,
                    kl_estimator=cfg.kl_estimator, kl_importance_weight=cfg.kl_importance_weight,
                    kl_coef=0.0 if in_reward else kl_coef)
+    score_all = lambda *models: score(models[0], batch, even_microbatches(batch.input_ids, batch.mask, 1,
+                                                                          cfg.tokens_per_microbatch),
+                                      cfg.temperature, *models[1:])
     old = ref = None
     if cfg.inner_epochs * cfg.n_minibatches > 1 or in_reward:      # else the policy's own log-probs of the one update
-        old = score(policy, batch, everything, cfg.temperature)
-    if kl_coef and cfg.kl_estimator != "exact":
-        ref = score(ref_model, batch, everything, cfg.temperature, policy)
+        old = score_all(policy)
+    if kl_coef and cfg.kl_estimator != "exact": ref = score_all(ref_model, policy)
     if kl_coef and cfg.kl_estimator == "exact": ref_model.to(policy.device)
 
     def accumulate(rows, tokens_per_microbatch):
@@ -1210,7 +1231,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
             except BadNumbers as e: bad = str(e)
             agree(bad, True)
             adv = advantages[:, None] - kl_coef * cost
-        for group in even_microbatches([lengths[r] for r in rows], cfg.gradient_accumulation_steps,
+        for group in even_microbatches(batch.input_ids[rows], batch.mask[rows], cfg.gradient_accumulation_steps,
                                        tokens_per_microbatch):
             i = [rows[g] for g in group]
             parts.append(grpo_microbatch_step(
@@ -1222,10 +1243,10 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
 
     done = []
     for epoch in range(cfg.inner_epochs):
-        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(len(lengths))
+        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(len(batch.mask))
         for rows in np.array_split(order, cfg.n_minibatches):
-            done.append(guarded_update(accumulate, rows.tolist(), policy, optimizer, cfg, step, state, max(lengths),
-                                       first=not done))
+            done.append(guarded_update(accumulate, sorted(rows.tolist()), policy, optimizer, cfg, step, state,
+                                       longest=batch.mask.shape[1], first=not done))
     if kl_coef and cfg.kl_estimator == "exact" and cfg.ref_offload: ref_model.to("cpu")
     good = [m for m in done if m["n_tokens"]]
     meta = merge_metadata(good or done)
@@ -1336,8 +1357,7 @@ class Log:
         for name in ("metrics.jsonl", "samples.jsonl"):       # a resumed run repeats the steps after its checkpoint
             path = self.folder / name
             lines = [l for l in path.read_text().splitlines() if complete(l, start_step)] if path.exists() else []
-            path.with_suffix(".tmp").write_text("".join(l + "\n" for l in lines))
-            os.replace(path.with_suffix(".tmp"), path)
+            write_file(path, "".join(l + "\n" for l in lines))
         self.tb = SummaryWriter(str(self.folder / "tb"), purge_step=start_step + 1)
         if start_step < 0:
             self.tb.add_text("config", "| name | value |\n|---|---|\n"
@@ -1401,15 +1421,25 @@ def log_eval(log, step, metrics, samples):
             for s in samples), step)
 
 
+def write_file(path, text):
+    """Beside it first, then renamed: the old one or the new one is there, whole."""
+    path.with_suffix(".tmp").write_text(text)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
 def write_folder(final, fill):
     """Fill a temporary folder, flush it to disk, rename it: `final` is whole or not there."""
     tmp, old = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
     for leftover in (tmp, old): shutil.rmtree(leftover, ignore_errors=True)
     tmp.mkdir(parents=True)
-    fill(tmp)
-    for path in (*tmp.rglob("*"), tmp):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd), os.close(fd)
+    try:
+        fill(tmp)
+        for path in (*tmp.rglob("*"), tmp):
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd), os.close(fd)
+    except Exception:
+        shutil.rmtree(tmp, ignore_errors=True)             # on a full disk it is in the way
+        raise
     if final.exists(): final.rename(old)
     tmp.rename(final)
     shutil.rmtree(old, ignore_errors=True)
@@ -1433,7 +1463,6 @@ def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
     try:
         write_folder(folder / f"step_{state.step:08d}", fill)
     except (OSError, RuntimeError) as e:        # torch reports a full disk as RuntimeError
-        shutil.rmtree(folder / f"step_{state.step:08d}.tmp", ignore_errors=True)     # on a full disk it is in the way
         print(f"!!! checkpoint of step {state.step} not written ({e}); the last good one is untouched. Going on",
               flush=True)
         return
@@ -1787,8 +1816,7 @@ def claim_out_dir(cfg, resumed):
         print(f"the run that was in {out} is now in {aside}", flush=True)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.tmp").write_text(json.dumps(vars(cfg), indent=1))
-        os.replace(out / "config.tmp", out / "config.json")
+        write_file(out / "config.json", json.dumps(vars(cfg), indent=1))
     except OSError as e: raise UserError(f"cannot write to out_dir {cfg.out_dir!r} ({e})") from None
 
 
@@ -1832,7 +1860,6 @@ def publish(policy, tokenizer, folder, also=lambda tmp: None):
     if RANK == 0:
         try: write_folder(folder, lambda tmp: (save_model(policy, tokenizer, tmp, weights), also(tmp)))
         except (OSError, SafetensorError, ValueError) as e:
-            shutil.rmtree(folder.with_name(folder.name + ".tmp"), ignore_errors=True)
             print(f"!!! cannot write {folder} ({e}); going on without", flush=True)
 
 
@@ -2173,13 +2200,14 @@ def test_exact_kl():
 
 if __name__ == "__main__":
     if RANK: sys.stdout = open(os.devnull, "w")          # rank 0 speaks
+    status = 0
     try:
         test_functions()
         main()
     except UserError as error:
         if RANK == 0 or dist.is_initialized():           # before that all ranks say the same
             print(f"error{f' (rank {RANK})' if RANK else ''}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        status = 2
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             error = RunFailed(f"out of GPU memory ({str(error)[:120]}...). What helps: --gradient_checkpointing=True, "
@@ -2190,3 +2218,5 @@ if __name__ == "__main__":
         print(f"error{f' (rank {RANK})' if WORLD > 1 else ''}: {error}\n"
               "What was saved is good: the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
         os._exit(1)                                      # at once: an orderly exit could wait for one that is gone
+    if dist.is_initialized(): dist.destroy_process_group()      # its threads would abort the exit, now and then
+    sys.exit(status)

@@ -502,6 +502,18 @@ def batch_of(lengths, vocab=320, prompt=3, seed=0):
     return s.make_batch([r[:prompt] for r in rows], [r[prompt:] for r in rows])
 
 
+def shared_prompts(vocab=320, seed=0):
+    """Groups of responses to one prompt: some of one token, one row without any, two prompts that differ at the end."""
+    rng = random.Random(seed)
+    draw = lambda n: [rng.randrange(2, vocab) for _ in range(n)]
+    prompts = [draw(7), draw(3), draw(11)]
+    prompts.append(prompts[2][:10] + [1])
+    b = s.make_batch([p for p in prompts for _ in range(4)],
+                     [draw(n) for n in (5, 1, 9, 2, 3, 4, 1, 1, 6, 20, 2, 8, 1, 2, 3, 4)])
+    b.mask[5] = False
+    return b
+
+
 def plain_log_probs(model, b, temperature=1.0):
     logp = (model(b.input_ids).logits / temperature).log_softmax(-1).gather(-1, b.labels[..., None])[..., 0]
     return torch.where(b.mask, logp, 0)
@@ -521,9 +533,11 @@ def test_make_batch_masks_by_length_and_shifts():
 @pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
 @pytest.mark.parametrize("chunk", [2**28, 320 * 3])
 @pytest.mark.parametrize("packed", [False, True])
-def test_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, arch, tied, chunk, packed):
+@pytest.mark.parametrize("shared", [False, True])
+def test_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, arch, tied, chunk, packed, shared):
     monkeypatch.setattr(s, "LOGITS_PER_CHUNK", chunk)
-    model, b = make_model(arch, tied), batch_of((5, 19, 9, 3, 12))        # one row of prompt alone: no response token
+    model = make_model(arch, tied)
+    b = shared_prompts() if shared else batch_of((5, 19, 9, 3, 12))       # one row of prompt alone: no response token
     weight = torch.randn(b.labels.shape, generator=torch.Generator().manual_seed(1))
     got = s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask, temperature=0.7, packed=packed)
     (got * weight).sum().backward()
@@ -532,6 +546,14 @@ def test_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, arch, tied
     want = plain_log_probs(model, b, 0.7)
     (want * weight).sum().backward()
     assert got.dtype == torch.float32 and torch.allclose(got, want, atol=2e-5) and relative(ours, grads(model)) < 1e-5
+
+
+def test_a_prompt_is_computed_once_for_the_responses_to_it():
+    model, b, seen = make_model(), shared_prompts(), []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
+    s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask)
+    # the four prompts (the second twice: a row without response tokens stands between), responses but their last tokens
+    assert seen == [7 + 3 + 3 + 11 + 11 + (4 + 0 + 8 + 1) + (2 + 0 + 0) + (5 + 19 + 1 + 7) + (0 + 1 + 2 + 3)]
 
 
 def test_log_probs_without_a_mask_and_with_negative_labels():
@@ -657,7 +679,20 @@ def test_microbatches_by_tokens():
         assert sorted(r for g in groups for r in g) == list(range(len(lengths)))
         sizes = [sum(lengths[r] for r in g) for g in groups]
         assert len(groups) >= min(least, len(lengths)) and (max(sizes) <= budget or len(groups) == len(lengths))
-        assert max(sizes) - min(sizes) <= max(lengths)       # evenly filled
+        assert groups == [list(range(g[0], g[-1] + 1)) for g in groups]          # in order
+        assert max(sizes) - min(sizes) <= 2 * max(lengths)   # evenly filled
+
+
+def test_microbatches_count_a_shared_prompt_once():
+    lengths, shared = [130] * 16, [0, 100, 100, 100] * 4     # four prompts of 100 tokens, four responses of 30 to each
+    assert s.make_microbatches(lengths, 1, 880, shared) == [list(range(16))]
+    assert s.make_microbatches(lengths, 1, 440, shared) == [list(range(8)), list(range(8, 16))]
+    assert len(s.make_microbatches(lengths, 8, 880, shared)) == 8
+    groups = s.make_microbatches(lengths, 1, 199, shared)    # where a group begins within a prompt's rows it is paid again
+    assert max(sum(lengths[r] - shared[r] for r in g) + shared[g[0]] for g in groups) <= 199
+    b = shared_prompts()
+    assert s.even_microbatches(b.input_ids, b.mask, 1, 88) == [list(range(16))]
+    assert len(s.even_microbatches(b.input_ids, b.mask, 1, 87)) == 2
 
 
 def test_metadata_of_microbatches_merges_into_that_of_the_batch():
@@ -2653,8 +2688,10 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @needs_cuda
 @pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
-def test_gpu_packed_flash_attention_equals_padded(arch, tied):
-    model, b = make_model(arch, tied).to("cuda", torch.bfloat16), batch_of((5, 19, 90, 3, 40))
+@pytest.mark.parametrize("shared", [False, True])
+def test_gpu_packed_flash_attention_equals_padded(arch, tied, shared):
+    model = make_model(arch, tied).to("cuda", torch.bfloat16)
+    b = shared_prompts() if shared else batch_of((5, 19, 90, 3, 40))
     reference = copy.deepcopy(model).float()
     b = SimpleNamespace(**{k: v.cuda() for k, v in vars(b).items() if v is not None})
     results = {}
