@@ -746,8 +746,8 @@ def upcast(x):
 
 
 def find_prompts(input_ids, mask):
-    """-> real [B, T], True up to a row's last response token; prompt [B, T], True up to the place where its first one is
-    predicted; new [B], False where the row before has the same prompt."""
+    """-> real [B, T], True up to where a row's last response token is predicted; prompt [B, T], up to where its
+    first one is; new [B], False where the row before has the same prompt."""
     at = torch.arange(mask.shape[1], device=mask.device)
     real = at < (mask * (at + 1)).amax(1, keepdim=True)
     prompt = real & (at <= mask.int().argmax(1, keepdim=True))
@@ -1100,13 +1100,13 @@ def make_microbatches(lengths, least, tokens_per_microbatch, shared=None):
     return [list(g) for g in groups]
 
 
-def even_microbatches(input_ids, mask, least, tokens_per_microbatch):
-    """make_microbatches, with the same number of them on every rank: sharded layers are gathered by all together."""
+def even_microbatches(input_ids, mask, least, tokens_per_microbatch, together=False):
+    """make_microbatches; `together` with the same number on every rank: sharded layers are gathered by all at once."""
     real, prompt, new = find_prompts(input_ids, mask)
     split = lambda least: make_microbatches(real.sum(1).tolist(), least, tokens_per_microbatch,
                                             (prompt.sum(1) * ~new).tolist())
     groups = split(least)
-    while len(set(counts := everyone(len(groups)))) > 1: groups = split(max(counts))
+    while together and len(set(counts := everyone(len(groups)))) > 1: groups = split(max(counts))
     return groups
 
 
@@ -1213,14 +1213,16 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
                    clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap,
                    kl_estimator=cfg.kl_estimator, kl_importance_weight=cfg.kl_importance_weight,
                    kl_coef=0.0 if in_reward else kl_coef)
-    score_all = lambda *models: score(models[0], batch, even_microbatches(batch.input_ids, batch.mask, 1,
-                                                                          cfg.tokens_per_microbatch),
-                                      cfg.temperature, *models[1:])
+    cut = lambda rows, *limits: even_microbatches(batch.input_ids[rows], batch.mask[rows], *limits, sharded(policy))
+    score_all = lambda *models: score(models[0], batch, cut(slice(None), 1, cfg.tokens_per_microbatch), cfg.temperature,
+                                      *models[1:])
     old = ref = None
     if cfg.inner_epochs * cfg.n_minibatches > 1 or in_reward:      # else the policy's own log-probs of the one update
         old = score_all(policy)
     if kl_coef and cfg.kl_estimator != "exact": ref = score_all(ref_model, policy)
     if kl_coef and cfg.kl_estimator == "exact": ref_model.to(policy.device)
+    # rows of groups with equal rewards have no gradient without KL: a forward pass for the metrics is all they need
+    idle = ((advantages == 0) & (not kl_coef and not sharded(policy))).tolist()
 
     def accumulate(rows, tokens_per_microbatch):
         divisor = sum(everyone(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))      # of all ranks
@@ -1231,14 +1233,15 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
             except BadNumbers as e: bad = str(e)
             agree(bad, True)
             adv = advantages[:, None] - kl_coef * cost
-        for group in even_microbatches(batch.input_ids[rows], batch.mask[rows], cfg.gradient_accumulation_steps,
-                                       tokens_per_microbatch):
-            i = [rows[g] for g in group]
-            parts.append(grpo_microbatch_step(
-                policy, batch.input_ids[i], batch.labels[i], batch.mask[i], adv[i], cfg.gradient_accumulation_steps,
-                cfg.clip_range, ref_model=ref_model, old_log_probs=None if old is None else old[i], divisor=divisor,
-                ref_log_probs=None if ref is None else ref[i], rollout_log_probs=batch.rollout_log_probs[i],
-                **options)[1])
+        for kind in (False, True):
+            some = [r for r in rows if idle[r] == kind]
+            for group in cut(some, cfg.gradient_accumulation_steps, tokens_per_microbatch) if some else ():
+                i = [some[g] for g in group]
+                with torch.set_grad_enabled(not kind): parts.append(grpo_microbatch_step(
+                    policy, batch.input_ids[i], batch.labels[i], batch.mask[i], adv[i], cfg.gradient_accumulation_steps,
+                    cfg.clip_range, ref_model=ref_model, old_log_probs=None if old is None else old[i], divisor=divisor,
+                    ref_log_probs=None if ref is None else ref[i], rollout_log_probs=batch.rollout_log_probs[i],
+                    **options)[1])
         return merge_metadata(parts) | extra
 
     done = []
@@ -2217,6 +2220,8 @@ if __name__ == "__main__":
             error = f"another process is gone, or the connection to it ({error})"
         print(f"error{f' (rank {RANK})' if WORLD > 1 else ''}: {error}\n"
               "What was saved is good: the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-        os._exit(1)                                      # at once: an orderly exit could wait for one that is gone
-    if dist.is_initialized(): dist.destroy_process_group()      # its threads would abort the exit, now and then
+        status = 1
+    if status == 1 or LAUNCHED:      # at once: an orderly exit could wait for one that is gone, or trip over its threads
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)

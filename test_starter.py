@@ -688,7 +688,7 @@ def test_microbatches_count_a_shared_prompt_once():
     assert s.make_microbatches(lengths, 1, 880, shared) == [list(range(16))]
     assert s.make_microbatches(lengths, 1, 440, shared) == [list(range(8)), list(range(8, 16))]
     assert len(s.make_microbatches(lengths, 8, 880, shared)) == 8
-    groups = s.make_microbatches(lengths, 1, 199, shared)    # where a group begins within a prompt's rows it is paid again
+    groups = s.make_microbatches(lengths, 1, 199, shared)    # a group that begins among a prompt's rows pays it again
     assert max(sum(lengths[r] - shared[r] for r in g) + shared[g[0]] for g in groups) <= 199
     b = shared_prompts()
     assert s.even_microbatches(b.input_ids, b.mask, 1, 88) == [list(range(16))]
@@ -1086,6 +1086,28 @@ def config(**kw):
                 n_minibatches=1, gradient_accumulation_steps=1, tokens_per_microbatch=4096, seed=0, max_grad_norm=1.0,
                 max_kl=10.0, warmup_steps=0, max_consecutive_skips=5)
     return SimpleNamespace(**base | kw)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_rows_without_advantage_cost_a_forward_pass_only_and_the_update_is_the_same(monkeypatch, kl_coef):
+    """Without KL: with it every row has a gradient."""
+    b, adv, results = shared_prompts(), torch.randn(16, generator=torch.Generator().manual_seed(0)), []
+    b.rollout_log_probs = torch.full(b.labels.shape, math.nan)
+    adv[4:12] = 0
+    for skip in (True, False):
+        policy, ref = make_model(), make_model(seed=1)
+        optimizer, tokens = s.Optimizer(policy, 1e-3), []
+        state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
+        policy.get_input_embeddings().register_forward_hook(
+            lambda module, args, out: tokens.append((out.requires_grad, out.shape[1])))
+        if not skip: monkeypatch.setattr(s, "sharded", lambda model: True)        # there nothing is left out
+        meta = s.update_policy(policy, optimizer, b, adv, config(), 1, state, ref, kl_coef)
+        results.append((torch.cat([p.detach().flatten() for p in policy.parameters()]), meta, tokens))
+    (a, meta, tokens), (b, want, plain) = results
+    assert torch.allclose(a, b, atol=1e-6)
+    for key in want: assert meta[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
+    split = [(True, 7 + 11 + 13 + 6), (False, 3 + 3 + 11 + 2 + 32)]
+    assert plain == [(True, 88)] and tokens == (plain if kl_coef else split)
 
 
 # ----------------------------------------------------------------------------------------- interruption, resume, faults
