@@ -287,7 +287,7 @@ def main():
                         prompt_tokens=16 if tiny else 128, new_tokens=32 if tiny else 256, steps=5, warmup=2, kl=False,
                         kl_estimator="k3", checkpointing=not tiny, compile=cuda and not tiny, lora_rank=0, vllm=cuda,
                         rollout=True, bare=False, eager=False, sleep=False, gpu_mem_util=0.3,
-                        tokens_per_microbatch=16384, peer="", trl_microbatch=128 if tiny else 16, sweep=False,
+                        tokens_per_microbatch=20480, peer="", trl_microbatch=128 if tiny else 16, sweep=False,
                         memory=False, picture="", soak=0, only="")
     s.override(o, given)
     if size != "tiny" and size not in SIZES:

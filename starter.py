@@ -603,9 +603,9 @@ def load_policy_into_vllm_instance(policy, llm):
 
 
 def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
-    """Keywords of vllm.SamplingParams. logprobs=0 returns the log-prob of exactly the sampled token."""
+    """Keywords of vllm.SamplingParams. logprobs=0 returns the log-prob of exactly the sampled token, flat in one list."""
     return dict(n=n, temperature=temperature, min_tokens=min_tokens, max_tokens=max_tokens,
-                stop_token_ids=list(stop_ids), logprobs=0, detokenize=False)
+                stop_token_ids=list(stop_ids), logprobs=0, flat_logprobs=True, detokenize=False)
 
 
 def request_seed(seed, step, prompt):
@@ -629,8 +629,7 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
                                    use_tqdm=step == "eval" and RANK == 0 and sys.stderr.isatty())
     except Exception as e:
         raise RunFailed(f"vLLM failed while generating ({type(e).__name__}: {str(e)[:300]})") from e
-    responses = [(list(c.token_ids), [d[t].logprob for t, d in zip(c.token_ids, c.logprobs)], c.finish_reason == "stop")
-                 for o in outputs for c in o.outputs]
+    responses = [(list(c.token_ids), c.logprobs.logprobs, c.finish_reason == "stop") for o in outputs for c in o.outputs]
     if len(responses) != len(prompts) * params["n"] or not all(
             ids and len(ids) == len(logps) and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
         raise RunFailed(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, "
@@ -1928,7 +1927,7 @@ def main(argv=None):
         model_id=model_id,                  # "tiny", a local folder, or a hub name
         device="cuda" if cuda else "cpu",
         lora_rank=0,                        # > 0: train adapters of this rank instead of all weights
-        gradient_checkpointing=not tiny and gpu_gib < 70,     # a fifth more time, a fraction of activation memory
+        gradient_checkpointing=not tiny and gpu_gib < 100,    # a fifth more time, a fraction of activation memory
         compile=cuda and not tiny,          # torch.compile the decoder layers (a minute at the start)
         fsdp=False,                         # under torchrun: shard weights, gradients and optimizer over the GPUs
         # run
@@ -1974,7 +1973,7 @@ def main(argv=None):
         inner_epochs=1,                     # passes over each rollout batch
         n_minibatches=1,                    # optimizer steps per pass
         gradient_accumulation_steps=1,      # at least so many microbatches per optimizer step ...
-        tokens_per_microbatch=16384,        # ... and none with more tokens than this
+        tokens_per_microbatch=20480,        # ... and none with more tokens than this
         clip_range=0.2,
         clip_range_high=0.0,                # another upper bound (DAPO: 0.28); 0: the same as clip_range
         mismatch_cap=2.0,                   # largest weight old/sampler of a token

@@ -1689,8 +1689,8 @@ def generate(self, *a, **k):
     first = out[0].outputs[0]
     if way == "dies": raise RuntimeError("the engine core died")
     if way == "fewer": del out[0].outputs[0]
-    if way == "empty": first.token_ids, first.logprobs = [], []
-    if way == "nan": first.logprobs[0][first.token_ids[0]].logprob = math.nan
+    if way == "empty": first.token_ids, first.logprobs.logprobs = [], []
+    if way == "nan": first.logprobs.logprobs[0] = math.nan
     return out
 vllm.LLM.generate = generate
 runpy.run_path(sys.argv[0], run_name="__main__")
