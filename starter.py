@@ -2207,8 +2207,8 @@ if __name__ == "__main__":
         test_functions()
         main()
     except UserError as error:
-        if RANK == 0 or dist.is_initialized():           # before that all ranks say the same
-            print(f"error{f' (rank {RANK})' if RANK else ''}: {error}", file=sys.stderr, flush=True)
+        if RANK and not dist.is_initialized(): time.sleep(5)      # rank 0 says the same, and torchrun then ends this one
+        print(f"error{f' (rank {RANK})' if RANK else ''}: {error}", file=sys.stderr, flush=True)
         status = 2
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
