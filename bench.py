@@ -159,7 +159,8 @@ def measure(o, m):
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     fixed = 16 * trained if cuda else 0                   # float32 masters, gradients, 2 moments
     return {"seconds": median, "tokens_per_s": tokens / median["step"], "matmul_tflops": m.rate / 1e12,
-            "us_per_token": {k: median[k] / tokens * 1e6 for k in ("step", "rollout", "forward_backward")},
+            "us_per_response_token": {k: median[k] / (o.prompts * o.group * o.new_tokens) * 1e6
+                                      for k in ("step", "rollout", "forward_backward")},
             "forward_backward_utilisation": work / median["forward_backward"] / m.rate,
             "peak_training_gib": peak / 2**30, "peak_above_engine_gib": (peak - m.engine) / 2**30,
             "peak_above_engine_weights_optimizer_gib": (peak - m.engine - fixed - m.weights) / 2**30}
@@ -228,6 +229,7 @@ def sweep(o):
         if n > 2000: part.steps, part.warmup = 1, 0       # compiled and warm by then
         print(f"--- {prompts} prompts x {o.group} responses of {n} tokens", flush=True)
         rows.append({"new_tokens": n, "prompts": prompts} | measure(part, m))
+        print(json.dumps(rows[-1]), flush=True)           # each at once: nothing is lost if the next is too long
     return rows
 
 
@@ -238,8 +240,8 @@ def picture(rows, path):
     fig, ax = plt.subplots(figsize=(6, 3.2))
     rows = [r for r in rows if r["prompts"] == rows[0]["prompts"]]
     for name in ("step", "rollout", "forward_backward"):
-        ax.plot([r["new_tokens"] for r in rows], [r["us_per_token"][name] for r in rows], "o-", label=name)
-    ax.set(xscale="log", xlabel="tokens per response", ylabel="microseconds per token", ylim=(0, None))
+        ax.plot([r["new_tokens"] for r in rows], [r["us_per_response_token"][name] for r in rows], "o-", label=name)
+    ax.set(xscale="log", xlabel="tokens per response", ylabel="microseconds per response token", ylim=(0, None))
     ax.legend(), fig.tight_layout(), fig.savefig(path, dpi=130)
 
 

@@ -436,8 +436,10 @@ def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpoint
                               getattr(policy.config, "prompt_style", "chat") == "short")
     for module in policy.modules():       # dropout off: policy, old policy and reference must be the same function
         if isinstance(module, torch.nn.Dropout): module.p = 0.0
-        if hasattr(module, "attention_dropout"): module.attention_dropout = 0.0
+        for name in [k for k, v in vars(module).items() if "dropout" in k and isinstance(v, float)]:
+            setattr(module, name, 0.0)
     policy.to(device).train()
+    can_pack(policy)
     if gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     return policy, tokenizer
@@ -603,7 +605,7 @@ def load_policy_into_vllm_instance(policy, llm):
 
 
 def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
-    """Keywords of vllm.SamplingParams. logprobs=0 returns the log-prob of exactly the sampled token, flat in one list."""
+    """Keywords of vllm.SamplingParams. logprobs=0 returns the log-prob of just the sampled token; flat: in one list."""
     return dict(n=n, temperature=temperature, min_tokens=min_tokens, max_tokens=max_tokens,
                 stop_token_ids=list(stop_ids), logprobs=0, flat_logprobs=True, detokenize=False)
 
@@ -629,7 +631,8 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
                                    use_tqdm=step == "eval" and RANK == 0 and sys.stderr.isatty())
     except Exception as e:
         raise RunFailed(f"vLLM failed while generating ({type(e).__name__}: {str(e)[:300]})") from e
-    responses = [(list(c.token_ids), c.logprobs.logprobs, c.finish_reason == "stop") for o in outputs for c in o.outputs]
+    responses = [(list(c.token_ids), c.logprobs.logprobs, c.finish_reason == "stop")
+                 for o in outputs for c in o.outputs]
     if len(responses) != len(prompts) * params["n"] or not all(
             ids and len(ids) == len(logps) and all(map(math.isfinite, logps)) for ids, logps, _ in responses):
         raise RunFailed(f"vLLM returned {len(responses)} responses, expected {len(prompts) * params['n']}, "
@@ -778,6 +781,25 @@ def response_features(model, input_ids, mask, packed):
     return x, model.get_output_embeddings()
 
 
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def can_pack(model):
+    """Does it give the same for rows end to end as for padded ones? Asked once, of the model itself: with attention of
+    their own making, alibi or recurrent layers some do not."""
+    if getattr(getattr(model, "config", None), "_attn_implementation", "") != "packed": return False
+    if not hasattr(model, "packs"):
+        ids = (torch.arange(64, device=model.device) % model.config.vocab_size).view(2, 32)
+        ids[:, :4] = 1                                     # the prompt they share
+        mask = (torch.arange(32, device=model.device) > 2).expand(2, 32)
+        try:
+            ends, padded = (upcast(response_features(model, ids, mask, packed)[0]) for packed in (True, False))
+            model.packs = bool((ends - padded).norm() < (1e-3 if model.dtype == torch.float32 else 0.1) * padded.norm())
+        except Exception: model.packs = False              # whatever it stumbles over: padded is the plain way
+        if not model.packs: print("!!! this kind of model is computed with padding and every prompt for each response: "
+                                  "slower", flush=True)
+    return model.packs
+
+
 def chunk_stats(head, x, labels, temperature, ref_head=None, ref_x=None):
     """-> log-prob of each label, entropy; with a reference also its log-probs and the exact KL over the whole
     vocabulary."""
@@ -797,8 +819,7 @@ def chunk_stats(head, x, labels, temperature, ref_head=None, ref_x=None):
 def token_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None, packed=None):
     """-> (log-probs, entropy), with a ref_model (log-probs, entropy, its log-probs, exact KL): each [B, T] float32, 0
     outside the mask."""
-    if packed is None:
-        packed = getattr(getattr(model, "config", None), "_attn_implementation", "") == "packed"
+    if packed is None: packed = can_pack(model)
     zeros = torch.zeros(labels.shape, device=labels.device)
     if not mask.any():
         return (zeros,) * (2 if ref_model is None else 4)
@@ -2207,7 +2228,7 @@ if __name__ == "__main__":
         test_functions()
         main()
     except UserError as error:
-        if RANK and not dist.is_initialized(): time.sleep(5)      # rank 0 says the same, and torchrun then ends this one
+        if RANK and not dist.is_initialized(): time.sleep(5)      # rank 0 says the same, torchrun then ends this one
         print(f"error{f' (rank {RANK})' if RANK else ''}: {error}", file=sys.stderr, flush=True)
         status = 2
     except RuntimeError as error:
@@ -2220,7 +2241,7 @@ if __name__ == "__main__":
         print(f"error{f' (rank {RANK})' if WORLD > 1 else ''}: {error}\n"
               "What was saved is good: the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
         status = 1
-    if status == 1 or LAUNCHED:      # at once: an orderly exit could wait for one that is gone, or trip over its threads
+    if status == 1 or LAUNCHED:      # at once: an orderly exit could wait for one that is gone, or its threads abort it
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
     sys.exit(status)

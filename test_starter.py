@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 import starter as s
 
@@ -550,10 +550,28 @@ def test_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, arch, tied
 
 def test_a_prompt_is_computed_once_for_the_responses_to_it():
     model, b, seen = make_model(), shared_prompts(), []
+    assert s.can_pack(model)
     model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
     s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask)
     # the four prompts (the second twice: a row without response tokens stands between), responses but their last tokens
     assert seen == [7 + 3 + 3 + 11 + 11 + (4 + 0 + 8 + 1) + (2 + 0 + 0) + (5 + 19 + 1 + 7) + (0 + 1 + 2 + 3)]
+
+
+@pytest.mark.parametrize("kind, packs", [("gpt2", True), ("olmo2", True), ("gemma3_text", True), ("bloom", False),
+                                         ("stablelm", False), ("xglm", False), ("mamba", False)])
+def test_models_that_cannot_be_computed_end_to_end_are_padded(kind, packs, capsys):
+    """Alibi, positions or attention of their own, a recurrence: found out by asking the model."""
+    torch.manual_seed(0)
+    c = AutoConfig.for_model(kind, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, n_head=4,
+                             intermediate_size=64, num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0,
+                             bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(c, attn_implementation="packed").eval()
+    with torch.no_grad():
+        for p in model.parameters(): p.add_(0.1 * torch.randn_like(p))
+    b = shared_prompts(vocab=64)
+    got = s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask)
+    assert torch.allclose(got, plain_log_probs(model, b), atol=1e-4) and model.packs == packs
+    assert ("computed with padding" in capsys.readouterr().out) == (not packs)
 
 
 def test_log_probs_without_a_mask_and_with_negative_labels():
@@ -761,10 +779,18 @@ def test_chat_prompt_of_a_hugging_face_tokenizer(model_folder):
     assert tokenizer.stop_ids == [1] and tokenizer.encode(text)[-1] == tokenizer.hf.convert_tokens_to_ids("<|bot|>")
 
 
-def test_dropout_is_off():
-    policy, _ = s.init_policy("tiny")
-    assert (policy.training and all(m.p == 0 for m in policy.modules() if isinstance(m, torch.nn.Dropout))
-            and sum(p.numel() for p in policy.parameters()) < 2e6)
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])      # dropout as a function; as a module
+def test_dropout_is_off(kind, tmp_path, model_folder):
+    folder = shutil.copytree(model_folder("llama", False), tmp_path / "model")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        kind, vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, n_head=4,
+        word_embed_proj_dim=32, dropout=0.5, resid_pdrop=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=1))
+    model.save_pretrained(folder)
+    policy, _ = s.init_policy(folder)
+    ids = torch.arange(20)[None]
+    assert policy.training and torch.equal(policy(ids).logits, policy(ids).logits)
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
 def lora_policy():
@@ -1096,6 +1122,7 @@ def test_rows_without_advantage_cost_a_forward_pass_only_and_the_update_is_the_s
     adv[4:12] = 0
     for skip in (True, False):
         policy, ref = make_model(), make_model(seed=1)
+        assert s.can_pack(policy)
         optimizer, tokens = s.Optimizer(policy, 1e-3), []
         state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
         policy.get_input_embeddings().register_forward_hook(
