@@ -862,12 +862,13 @@ def adapters_off(ref_model, policy):
 # 5. Advantages, KL, loss.
 
 def compute_group_normalized_advantages(rollout_responses, repeated_ground_truths, reward_fn, group_size, advantage_eps,
-                                        normalize_by_std):
+                                        normalize_by_std, **on_trouble):
     """-> (advantages [N], raw rewards [N], metadata). Responses of one prompt stand together, group_size of them."""
     if group_size < 2 or len(rollout_responses) % group_size:
         raise UserError(f"group_size must be at least 2 and divide the {len(rollout_responses)} responses, got "
                         f"{group_size}: an advantage is a comparison within a group")
-    rewards = torch.tensor([checked_reward(reward_fn, r, t) for r, t in zip(rollout_responses, repeated_ground_truths)])
+    rewards = torch.tensor([checked_reward(reward_fn, r, t, **on_trouble)
+                            for r, t in zip(rollout_responses, repeated_ground_truths)])
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
@@ -891,7 +892,6 @@ def checked_reward(reward_fn, response, ground_truth, timeout=0.0, bad="stop"):
         with time_limit(timeout): reward = reward_fn(response, ground_truth)
         value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
         problem = "" if math.isfinite(value) else f"returned {reward!r}, not a finite number,"
-    except UserError: raise     # checked before
     except Exception as e:      # whatever the user's function does wrong, the response that did it is what helps
         problem = f"failed with {type(e).__name__}: {e},"
     if not problem:
@@ -1345,14 +1345,14 @@ def check_reference(policy, ref_model, batch, temperature):
 # ---------------------------------------------------------------------------------------------------------------------
 # 7. Evaluation, logging, checkpoints.
 
-def evaluate_model(llm, tokenizer, problems, params, reward_fn=reward_fn, operations="+-*"):
+def evaluate_model(llm, tokenizer, problems, params, reward_fn=reward_fn, operations="+-*", **on_trouble):
     """Sampled accuracy on held-out problems with the sampler's present weights, params["n"] responses to each; pass@k
     where n allows it. The same random numbers every time. -> (metrics, samples)"""
     n, (mine, first) = params["n"], share(problems)
     prompts = [tokenizer.encode(prompt_text(p, tokenizer, operations)) for p in mine]
     responses = rollout_with_vllm(llm, prompts, params, 0, "eval", first)
     texts = [tokenizer.decode(ids) for ids, *_ in responses]
-    rewards = [checked_reward(reward_fn, t, mine[i // n]) for i, t in enumerate(texts)]
+    rewards = [checked_reward(reward_fn, t, mine[i // n], **on_trouble) for i, t in enumerate(texts)]
     samples = [{"prompt": tokenizer.decode(p), "response": t, "reward": r}
                for p, t, r in zip(prompts[:4], texts[::n], rewards[::n])]
     rewards, lengths = (sum(x, []) for x in zip(*everyone((rewards, [len(ids) for ids, *_ in responses]))))
@@ -1546,7 +1546,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         if state.lr != cfg.lr: state.lr, state.lr_scale = cfg.lr, 1.0
         for group in optimizer.adamw.param_groups: group["weight_decay"] = cfg.weight_decay
         load_policy_into_vllm_instance(policy, llm)
-    reward = functools.partial(checked_reward, reward_fn, timeout=cfg.reward_timeout, bad=cfg.bad_reward)
+    on_trouble = dict(timeout=cfg.reward_timeout, bad=cfg.bad_reward)      # with a reward
     params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, cfg.group_size, tokenizer.stop_ids)
     answered = extract_answer if cfg.task == "countdown" else final_answer
     n_prompts, cuda = cfg.rollout_batch_size // cfg.group_size, policy.device.type == "cuda"
@@ -1554,7 +1554,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
     interrupted, stop, result = catch_signals(), False, {}
 
     def evaluate():
-        metrics, samples = evaluate_model(llm, tokenizer, task.held_out, params | {"n": 1}, reward, cfg.operations)
+        metrics, samples = evaluate_model(llm, tokenizer, task.held_out, params | {"n": 1}, reward_fn, cfg.operations,
+                                          **on_trouble)
         log_eval(log, state.step, metrics, samples)
         if metrics["eval/mean_reward"] > state.best:       # the best model so far; not the one it began with
             if cfg.save_best and state.step: publish(policy, tokenizer, Path(cfg.out_dir) / "best")
@@ -1580,7 +1581,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         repeated = [p for p in problems for _ in range(cfg.group_size)]
         texts = [tokenizer.decode(ids) for ids, *_ in responses]
         advantages, rewards, _ = compute_group_normalized_advantages(
-            texts, repeated, reward, cfg.group_size, cfg.advantage_eps, cfg.use_std_normalization)
+            texts, repeated, reward_fn, cfg.group_size, cfg.advantage_eps, cfg.use_std_normalization, **on_trouble)
         batch = make_batch([p for p in prompts for _ in range(cfg.group_size)], [r[0] for r in responses],
                            [r[1] for r in responses], policy.device, cfg.min_tokens)
         t1 = clock()
@@ -2058,8 +2059,8 @@ def main(argv=None):
                         cfg.gpu_mem_util, cfg.enforce_eager, cfg.vllm_sleep)
     if cfg.eval_only:
         params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, n, tokenizer.stop_ids)
-        reward = functools.partial(checked_reward, reward_fn, timeout=cfg.reward_timeout, bad=cfg.bad_reward)
-        return report_eval(*evaluate_model(llm, tokenizer, task.held_out, params, reward, cfg.operations), n, task)
+        return report_eval(*evaluate_model(llm, tokenizer, task.held_out, params, reward_fn, cfg.operations,
+                                           timeout=cfg.reward_timeout, bad=cfg.bad_reward), n, task)
     with tempfile.TemporaryDirectory() as scratch:      # rank 0 logs; what the others log goes nowhere
         try: log = Log(scratch if RANK else out, vars(cfg), saved["state"]["step"] if saved else -1)
         except OSError as e: raise RunFailed(f"cannot write to out_dir {cfg.out_dir!r} ({e})") from None
