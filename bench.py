@@ -239,9 +239,11 @@ def picture(rows, path):
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(6, 3.2))
     rows = [r for r in rows if r["prompts"] == rows[0]["prompts"]]
+    lengths = [r["new_tokens"] for r in rows]
     for name in ("step", "rollout", "forward_backward"):
-        ax.plot([r["new_tokens"] for r in rows], [r["us_per_response_token"][name] for r in rows], "o-", label=name)
+        ax.plot(lengths, [r["us_per_response_token"][name] for r in rows], "o-", label=name)
     ax.set(xscale="log", xlabel="tokens per response", ylabel="microseconds per response token", ylim=(0, None))
+    ax.set_xticks(lengths, lengths), ax.minorticks_off()
     ax.legend(), fig.tight_layout(), fig.savefig(path, dpi=130)
 
 
