@@ -379,8 +379,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, cu
     """Attention for rows laid end to end without padding: query [1, heads, N, d]. Row b has the queries from
     cu_seq_lens_q[b] on; its keys and values, which may be shared with other rows, are those of
     kv_slots[cu_seq_lens_k[b]:...]. They end together: the last query sees every key, the one before it one less."""
-    if kw.get("softcap") or kw.get("s_aux") is not None:
-        raise UserError("this model's attention has soft-capping or sinks, which the trainer does not compute")
+    if kw.get("softcap") or kw.get("s_aux") is not None: raise NotImplementedError("soft-capping, sinks")
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kw)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))      # [N, heads, d]
@@ -404,8 +403,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, cu
 
 
 AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", lambda *a, attention_mask=None, **kw: None if attention_mask is None
-                                else sdpa_mask(*a, attention_mask=attention_mask, **kw))
+for _name in ("packed", "probe"):                              # the second: can_pack
+    AttentionMaskInterface.register(_name, lambda *a, attention_mask=None, **kw: None if attention_mask is None
+                                    else sdpa_mask(*a, attention_mask=attention_mask, **kw))
 
 
 def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpointing=False):
@@ -436,7 +436,7 @@ def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpoint
                               getattr(policy.config, "prompt_style", "chat") == "short")
     for module in policy.modules():       # dropout off: policy, old policy and reference must be the same function
         if isinstance(module, torch.nn.Dropout): module.p = 0.0
-        for name in [k for k, v in vars(module).items() if "dropout" in k and isinstance(v, float)]:
+        for name in [k for k, v in vars(module).items() if ("drop" in k or "jitter" in k) and isinstance(v, float)]:
             setattr(module, name, 0.0)
     policy.to(device).train()
     can_pack(policy)
@@ -757,11 +757,16 @@ def find_prompts(input_ids, mask):
     return real, prompt, F.pad((tokens[1:] != tokens[:-1]).any(1), (1, 0), value=True)
 
 
+def plain_head(model):
+    """A decoder and a matrix? Otherwise its logits are taken as they are."""
+    return hasattr(model, "config") and hasattr(model, "get_output_embeddings") and not any(
+        getattr(model.config, k, None)
+        for k in ("final_logit_softcapping", "logits_soft_cap", "logits_scaling", "logit_scale"))
+
+
 def response_features(model, input_ids, mask, packed):
     """-> (x [M, ...] at the M positions of the mask, the function that turns x into logits)."""
-    scaled = any(getattr(model.config, k, None) for k in ("final_logit_softcapping", "logits_scaling", "logit_scale")
-                 ) if hasattr(model, "config") else True
-    if scaled or not hasattr(model, "get_output_embeddings"):          # no plain decoder + head: its logits as they are
+    if not plain_head(model):
         return model(input_ids).logits[mask], lambda x: x
     real, prompt, new = find_prompts(input_ids, mask)
     if packed:                # the rows end to end, nothing twice: of rows with one prompt only the first has it
@@ -784,19 +789,30 @@ def response_features(model, input_ids, mask, packed):
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def can_pack(model):
-    """Does it give the same for rows end to end as for padded ones? Asked once, of the model itself: with attention of
-    their own making, alibi or recurrent layers some do not."""
+    """Can it be computed with rows end to end? Asked once, of the model itself: every layer must hear where the rows
+    begin, and the result be that of padded rows. Recurrent layers, or attention of their own making, are padded."""
     if getattr(getattr(model, "config", None), "_attn_implementation", "") != "packed": return False
-    if not hasattr(model, "packs"):
-        ids = (torch.arange(64, device=model.device) % model.config.vocab_size).view(2, 32)
-        ids[:, :4] = 1                                     # the prompt they share
-        mask = (torch.arange(32, device=model.device) > 2).expand(2, 32)
-        try:
-            ends, padded = (upcast(response_features(model, ids, mask, packed)[0]) for packed in (True, False))
-            model.packs = bool((ends - padded).norm() < (1e-3 if model.dtype == torch.float32 else 0.1) * padded.norm())
-        except Exception: model.packs = False              # whatever it stumbles over: padded is the plain way
-        if not model.packs: print("!!! this kind of model is computed with padding and every prompt for each response: "
-                                  "slower", flush=True)
+    if hasattr(model, "packs"): return model.packs
+    config, heard = model.config.get_text_config(), set()
+
+    def probe(module, *args, **kw):
+        if kw.get("cu_seq_lens_q") is not None: heard.add(module)
+        return packed_attention(module, *args, **kw)
+    AttentionInterface.register("probe", probe)
+    ids = (torch.arange(64, device=model.device) % config.vocab_size).view(2, 32)
+    ids[:, :4] = 1                                             # the prompt they share
+    mask, results = (torch.arange(32, device=model.device) > 2).expand(2, 32), []
+    try:
+        for way in ("probe", "eager"):
+            model.config._attn_implementation = config._attn_implementation = way
+            results.append(upcast(response_features(model, ids, mask, way == "probe")[0]))
+        rounding = 0.1 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        model.packs = (plain_head(model) and len(heard) == config.num_hidden_layers
+                       and bool((results[0] - results[1]).norm() < rounding * results[1].norm()))
+    except Exception: model.packs = False                      # whatever it stumbles over: padded is the plain way
+    model.config._attn_implementation = config._attn_implementation = "packed" if model.packs else "eager"
+    if not model.packs: print("!!! this kind of model is computed with padding and every prompt for each response: "
+                              "slower", flush=True)
     return model.packs
 
 
@@ -1110,23 +1126,26 @@ def make_microbatches(lengths, least, tokens_per_microbatch, shared=None):
     """Row numbers, in order, cut into at least `least` groups of at most tokens_per_microbatch tokens, evenly filled.
     Of lengths[r] tokens shared[r] are the prompt of the row before: computed again only where a group begins."""
     shared = np.zeros(len(lengths), int) if shared is None else np.array(shared)
-    own, n = np.array(lengths) - shared, len(lengths)
+    own, n, tokens_per_microbatch = np.array(lengths) - shared, len(lengths), max(tokens_per_microbatch, *lengths)
     ends = own.cumsum()
     for count in range(max(1, min(n, max(least, -(-int(ends[-1]) // tokens_per_microbatch)))), n + 1):
         cuts = np.searchsorted(ends - own / 2, ends[-1] * np.arange(count + 1) / count)
+        cuts[-1] = n
         for i in range(1, count): cuts[i] = min(max(cuts[i], cuts[i - 1] + 1), n - count + i)      # none is empty
         groups = [range(a, b) for a, b in zip(cuts.tolist(), cuts.tolist()[1:])]
         if max(own[list(g)].sum() + shared[g[0]] for g in groups) <= tokens_per_microbatch: break
     return [list(g) for g in groups]
 
 
-def even_microbatches(input_ids, mask, least, tokens_per_microbatch, together=False):
-    """make_microbatches; `together` with the same number on every rank: sharded layers are gathered by all at once."""
+def even_microbatches(model, input_ids, mask, least, tokens_per_microbatch):
+    """make_microbatches, of what this model computes. Sharded: the same number on every rank, as layers are gathered by
+    all at once."""
     real, prompt, new = find_prompts(input_ids, mask)
-    split = lambda least: make_microbatches(real.sum(1).tolist(), least, tokens_per_microbatch,
-                                            (prompt.sum(1) * ~new).tolist())
+    lengths, shared = real.sum(1).tolist(), (prompt.sum(1) * ~new).tolist()
+    if not can_pack(model): lengths, shared = [mask.shape[1]] * len(mask), None
+    split = lambda least: make_microbatches(lengths, least, tokens_per_microbatch, shared)
     groups = split(least)
-    while together and len(set(counts := everyone(len(groups)))) > 1: groups = split(max(counts))
+    while sharded(model) and len(set(counts := everyone(len(groups)))) > 1: groups = split(max(counts))
     return groups
 
 
@@ -1233,7 +1252,7 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
                    clip_range_high=cfg.clip_range_high or None, mismatch_cap=cfg.mismatch_cap,
                    kl_estimator=cfg.kl_estimator, kl_importance_weight=cfg.kl_importance_weight,
                    kl_coef=0.0 if in_reward else kl_coef)
-    cut = lambda rows, *limits: even_microbatches(batch.input_ids[rows], batch.mask[rows], *limits, sharded(policy))
+    cut = lambda rows, *limits: even_microbatches(policy, batch.input_ids[rows], batch.mask[rows], *limits)
     score_all = lambda *models: score(models[0], batch, cut(slice(None), 1, cfg.tokens_per_microbatch), cfg.temperature,
                                       *models[1:])
     old = ref = None
