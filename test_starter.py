@@ -1259,7 +1259,7 @@ def test_bad_numbers_are_skipped_counted_and_stop_the_run(tmp_path, monkeypatch,
     if where == "advantages":
         real = s.compute_group_normalized_advantages
         monkeypatch.setattr(s, "compute_group_normalized_advantages",
-                            lambda *a: (real(*a)[0] * math.nan, *real(*a)[1:]))
+                            lambda *a, **k: (real(*a, **k)[0] * math.nan, *real(*a, **k)[1:]))
     else:
         real_score = s.score
         monkeypatch.setattr(s, "score", lambda *a, **k: real_score(*a, **k) * (
