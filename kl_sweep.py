@@ -42,7 +42,7 @@ def make_start(folder, seed, steps):
         return ([(s.prompt_text(p, tokenizer), f"<answer>{p['solution']}</answer>") for p in problems]
                 + [second_skill(seed, step * 64 + i) for i in range(64)])
     s.warm_start(policy, tokenizer, examples, steps)
-    s.write_folder(folder, lambda tmp: s.save_model(policy, tokenizer, tmp))
+    s.publish(policy, tokenizer, folder)
 
 
 @torch.no_grad()

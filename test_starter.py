@@ -2731,6 +2731,37 @@ def test_a_sliding_window_is_the_same_for_the_trainer_on_a_cpu_and_the_plain_mod
     assert model.packs and torch.allclose(got, want, atol=1e-5) and not torch.allclose(other, want, atol=1e-3)
 
 
+@pytest.mark.parametrize("args, key", [(["--kl=True", "--lora_rank=2"], "ours"), (["--checkpointing=True"], "ours"),
+                                       (["--sweep=True", "--picture=sweep.png", "--kl_estimator=exact"], "sweep")])
+def test_the_benchmark_runs_and_ends_with_its_result(tmp_path, args, key):
+    run = subprocess.run([sys.executable, str(HERE / "bench.py"), "--size=tiny", "--device=cpu", "--compile=False",
+                          "--vllm=False", "--prompts=2", "--group=2", "--new_tokens=4", "--steps=1", "--warmup=1",
+                          *args], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])[key]
+    for row in result if key == "sweep" else [result]:
+        assert row["seconds"]["step"] > row["seconds"]["forward_backward"] > 0
+        assert 0 < row["forward_backward_utilisation"] < 1.5 and row["us_per_response_token"]["step"] > 0
+    assert (tmp_path / "sweep.png").exists() == (key == "sweep")
+    wrong = subprocess.run([sys.executable, str(HERE / "bench.py"), "--size=3b"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: size must be")
+
+
+def test_the_kl_sweep_measures_and_draws(tmp_path, monkeypatch, capsys):
+    import kl_sweep
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kl_sweep, "COEFFICIENTS", (0.0, 1.0))
+    monkeypatch.setattr(kl_sweep, "ESTIMATORS", {"exact": ["--kl_estimator=exact"]})
+    monkeypatch.setattr(sys, "argv", ["kl_sweep.py", "--seeds=1", "--steps=2", "--warm_start_steps=3", "--kl_coef=1.0"])
+    kl_sweep.main()
+    result = json.loads((tmp_path / "assets" / "kl_sweep.json").read_text())
+    assert set(result) == {"start", "kl_coef 0", "kl_coef 1", "exact"} and (tmp_path / "assets/kl_sweep.png").exists()
+    assert result["start"]["kl"][0] == pytest.approx(0, abs=1e-6) and result["kl_coef 0"]["kl"][0] > 1e-6
+    capsys.readouterr()
+    kl_sweep.main()                              # runs that are done are not run again
+    assert "accuracy" not in capsys.readouterr().out.split("|")[0]
+
+
 def test_the_reward_function_of_the_readme():
     lines = (HERE / "README.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip().startswith("def reward_fn("))
