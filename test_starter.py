@@ -2743,8 +2743,11 @@ def test_the_benchmark_runs_and_ends_with_its_result(tmp_path, args, key):
         assert row["seconds"]["step"] > row["seconds"]["forward_backward"] > 0
         assert 0 < row["forward_backward_utilisation"] < 1.5 and row["us_per_response_token"]["step"] > 0
     assert (tmp_path / "sweep.png").exists() == (key == "sweep")
-    wrong = subprocess.run([sys.executable, str(HERE / "bench.py"), "--size=3b"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: size must be")
+
+
+def test_the_benchmark_refuses_a_size_it_does_not_know():
+    run = subprocess.run([sys.executable, str(HERE / "bench.py"), "--size=3b"], capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith("error: size must be")
 
 
 def test_the_kl_sweep_measures_and_draws(tmp_path, monkeypatch, capsys):
