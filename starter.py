@@ -1253,12 +1253,11 @@ def update_policy(policy, optimizer, batch, advantages, cfg, step, state, ref_mo
                    kl_estimator=cfg.kl_estimator, kl_importance_weight=cfg.kl_importance_weight,
                    kl_coef=0.0 if in_reward else kl_coef)
     cut = lambda rows, *limits: even_microbatches(policy, batch.input_ids[rows], batch.mask[rows], *limits)
-    score_all = lambda *models: score(models[0], batch, cut(slice(None), 1, cfg.tokens_per_microbatch), cfg.temperature,
-                                      *models[1:])
-    old = ref = None
-    if cfg.inner_epochs * cfg.n_minibatches > 1 or in_reward:      # else the policy's own log-probs of the one update
-        old = score_all(policy)
-    if kl_coef and cfg.kl_estimator != "exact": ref = score_all(ref_model, policy)
+    with_old = cfg.inner_epochs * cfg.n_minibatches > 1 or in_reward    # else the policy's own, of the one update
+    with_ref = bool(kl_coef) and cfg.kl_estimator != "exact"
+    everything = cut(slice(None), 1, cfg.tokens_per_microbatch) if with_old or with_ref else []
+    old = score(policy, batch, everything, cfg.temperature) if with_old else None
+    ref = score(ref_model, batch, everything, cfg.temperature, policy) if with_ref else None
     if kl_coef and cfg.kl_estimator == "exact": ref_model.to(policy.device)
     # rows of groups with equal rewards have no gradient without KL: a forward pass for the metrics is all they need
     idle = ((advantages == 0) & (not kl_coef and not sharded(policy))).tolist()
