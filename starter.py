@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn              # torch's own flash attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.logging import disable_progress_bar
@@ -243,7 +243,7 @@ def read_jsonl(path):
     lacks the instruction how to answer; of an answer with #### only what follows counts."""
     problems = []
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:
             for number, line in enumerate(f, 1):
                 if line.strip(): problems.append(read_problem(line, f"{path}, line {number}"))
     except (OSError, UnicodeDecodeError) as e:
@@ -421,8 +421,10 @@ def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpoint
         tokenizer = Tokenizer()
     else:
         try:
-            policy = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, attn_implementation="packed",
-                                                          trust_remote_code=False)
+            load = functools.partial(AutoModelForCausalLM.from_pretrained, model_id, dtype=dtype,
+                                     trust_remote_code=False)
+            try: policy = load(attn_implementation="packed")
+            except KeyError: policy = load(attn_implementation="eager")      # GPT-J, Falcon: a table of their own
             hf = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
         except Exception as e:      # transformers, the hub and safetensors each raise their own kinds
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
@@ -477,6 +479,12 @@ def shard(model, device):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model.base_model, mesh=mesh, mp_policy=policy, ignored_params=whole)
     model.to(device)
+
+
+def attention_only(model):
+    """No recurrence beside or instead of attention? The kind of cache it needs tells."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config()).layers}
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def sharded(model):
@@ -562,8 +570,8 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
         load_policy_into_vllm_instance(policy, llm)
         return llm
     except (ImportError, AttributeError, OSError) as e:     # not installed, or built for another torch, or no libnuma
-        print(f"!!! vLLM cannot be used here ({type(e).__name__}: {str(e)[:120]}).\n"
-              "!!! Sampling with plain torch instead: the same results, slower on a GPU (README: no vLLM).", flush=True)
+        print(f"!!! vLLM cannot be used here ({type(e).__name__}: {str(e)[:120]}).\n!!! Sampling with plain torch "
+              "instead: the same results, slower on a GPU (README: when something is wrong).", flush=True)
         return TorchSampler(policy)
     except (ValueError, RuntimeError) as e:
         raise RunFailed(f"vLLM cannot start ({str(e)[:400]}). If it is memory: " + (
@@ -575,16 +583,13 @@ def init_vllm(policy, max_model_len, max_num_seqs, gpu_mem_util=0.4, enforce_eag
 
 def vllm_weights(policy):
     """Names and tensors as vLLM expects them: LoRA merged, wrappers' prefixes removed, a tied head included."""
-    lora = {name: m for name, m in policy.named_modules()
-            if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
+    lora = {f"{name}.{getattr(m, 'parameter_name', 'weight')}".replace(".base_layer", ""): m
+            for name, m in policy.named_modules() if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
     for name, tensor in policy.state_dict().items():
-        name = name.replace("_orig_mod.", "").replace("module.", "")
+        name = name.replace("_orig_mod.", "").replace("module.", "").replace(".base_layer", "")
         if ".lora_" in name: continue
         if isinstance(tensor, DTensor): tensor = tensor.full_tensor()      # sharded: gathered one at a time
-        if name.endswith(".base_layer.weight"):
-            name, tensor = (name.replace(".base_layer", ""),
-                            tensor.float() + lora[name[:-18]].get_delta_weight("default"))
-        yield name.replace(".base_layer", ""), tensor
+        yield name, tensor.float() + lora[name].get_delta_weight("default") if name in lora else tensor
 
 
 @torch.no_grad()
@@ -664,6 +669,8 @@ class TorchSampler:
 
     def __init__(self, policy):
         self.policy = policy
+        if not attention_only(policy):
+            raise UserError("the torch sampler knows attention layers alone, this model has others: it needs vLLM")
 
     def generate(self, prompts, params, seeds):
         """As many prompts at a time as a cache of 2**17 tokens and 2**29 logits allow."""
@@ -738,7 +745,7 @@ def make_batch(prompts, responses, logps=None, device="cpu", min_tokens=0):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Log-probs: no padding is computed on a GPU, and the logits [tokens, vocabulary] never exist whole.
+# 4. Log-probs: no padding is computed, no prompt twice, and the logits [tokens, vocabulary] never exist whole.
 
 LOGITS_PER_CHUNK = 2**28      # tokens x vocabulary of one chunk: 1 GiB of float32
 
@@ -758,10 +765,10 @@ def find_prompts(input_ids, mask):
 
 
 def plain_head(model):
-    """A decoder and a matrix? Otherwise its logits are taken as they are."""
-    return hasattr(model, "config") and hasattr(model, "get_output_embeddings") and not any(
-        getattr(model.config, k, None)
-        for k in ("final_logit_softcapping", "logits_soft_cap", "logits_scaling", "logit_scale"))
+    """A decoder and a matrix (can_pack has tried it out)? Otherwise its logits are taken as they are."""
+    return hasattr(model, "config") and hasattr(model, "get_output_embeddings") and getattr(
+        model, "plain_head", True) and not any(getattr(model.config, k, None) for k in (
+            "final_logit_softcapping", "logits_soft_cap", "logits_scaling", "logit_scale"))
 
 
 def response_features(model, input_ids, mask, packed):
@@ -790,14 +797,15 @@ def response_features(model, input_ids, mask, packed):
 @torch.compiler.set_stance("force_eager")
 def can_pack(model):
     """Can it be computed with rows end to end? Asked once, of the model itself: every layer must hear where the rows
-    begin, and the result be that of padded rows, up to rounding. Recurrent layers, or attention of their own making,
-    are padded."""
+    begin and how wide its window is, and the result must be that of padded rows, up to rounding. Recurrent layers, or
+    attention of their own making, are padded."""
     if getattr(getattr(model, "config", None), "_attn_implementation", "") != "packed": return False
     if hasattr(model, "packs"): return model.packs
-    config, heard = model.config.get_text_config(), set()
+    config, heard, windows = model.config.get_text_config(), set(), set()
 
     def probe(module, *args, **kw):
         if kw.get("cu_seq_lens_q") is not None: heard.add(module)
+        windows.add(kw.get("sliding_window"))
         return packed_attention(module, *args, **kw)
     AttentionInterface.register("probe", probe)
     ids = (torch.arange(64, device=model.device) % config.vocab_size).view(2, 32)
@@ -810,13 +818,20 @@ def can_pack(model):
 
     def jitter(module, args, out):                             # by the smallest step of its dtype
         wave = torch.arange(out.numel(), device=out.device).cos().view_as(out)
-        return (out * (1 + torch.finfo(out.dtype).eps * wave)).to(out.dtype)
+        return (out * (1 + max(1e-7, torch.finfo(out.dtype).eps) * wave)).to(out.dtype)
+    try:
+        model.config._attn_implementation = config._attn_implementation = "eager"
+        model.plain_head = torch.allclose(model(ids, use_cache=False).logits, model.get_output_embeddings()(
+            model.base_model(input_ids=ids, use_cache=False).last_hidden_state), 1e-2, 1e-3)
+    except Exception: model.plain_head = False
     try:
         packed, padded = features("probe"), features("eager")
         with model.get_input_embeddings().register_forward_hook(jitter):
             rounding = (features("eager") - padded).norm()     # what so small a change does: a lot in a deep bf16 model
-        model.packs = (plain_head(model) and len(heard) == config.num_hidden_layers
-                       and bool((packed - padded).norm() < 4 * rounding))
+        window = getattr(config, "sliding_window", None)
+        if "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"]): window = None
+        model.packs = (plain_head(model) and attention_only(model) and len(heard) == config.num_hidden_layers
+                       and (not window or window in windows) and bool((packed - padded).norm() < 4 * rounding))
     except Exception: model.packs = False                      # whatever it stumbles over: padded is the plain way
     model.config._attn_implementation = config._attn_implementation = "packed" if model.packs else "eager"
     if not model.packs: print("!!! this kind of model is computed with padding and every prompt for each response: "
@@ -892,7 +907,7 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
         raise UserError(f"group_size must be at least 2 and divide the {len(rollout_responses)} responses, got "
                         f"{group_size}: an advantage is a comparison within a group")
     rewards = torch.tensor([checked_reward(reward_fn, r, t, **on_trouble)
-                            for r, t in zip(rollout_responses, repeated_ground_truths)])
+                            for r, t in zip(rollout_responses, repeated_ground_truths, strict=True)])
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
@@ -915,7 +930,7 @@ def checked_reward(reward_fn, response, ground_truth, timeout=0.0, bad="stop"):
     try:
         with time_limit(timeout): reward = reward_fn(response, ground_truth)
         value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
-        problem = "" if math.isfinite(value) else f"returned {reward!r}, not a finite number,"
+        problem = "" if abs(value) < 1e38 else f"returned {reward!r}, not a finite number,"
     except Exception as e:      # whatever the user's function does wrong, the response that did it is what helps
         problem = f"failed with {type(e).__name__}: {e},"
     if not problem:
@@ -1340,7 +1355,7 @@ def guarded_update(accumulate, rows, policy, optimizer, cfg, step, state, longes
     if state.consecutive_skips >= cfg.max_consecutive_skips:
         raise RunFailed(f"{state.consecutive_skips} updates in a row were skipped, the last because {reason}. "
                            "The weights are those of the last good update. Lower lr, raise kl_coef, or look for the "
-                           "cause (README: troubleshooting)")
+                           "cause (README: when something is wrong)")
     if state.consecutive_skips % 2 == 0:
         state.lr_scale /= 2
         print(f"!!! learning rate halved, now {optimizer.lr * state.lr_scale:g}", flush=True)
@@ -1352,8 +1367,8 @@ def check_gap(gap, policy):
     limit = 2e-3 if policy.dtype == torch.float32 else 0.3
     if gap > limit:
         raise RunFailed(f"the sampler's log-probs differ from the trainer's by {gap:.3g} on average (limit "
-                           f"{limit:g}): the weights did not arrive in vLLM at the last sync, or the two run different "
-                           "models or temperatures")
+                           f"{limit:g}): the weights did not arrive at the last sync, or the two compute this kind of "
+                           "model differently (then: --use_vllm=False)")
 
 
 def check_reference(policy, ref_model, batch, temperature):
@@ -1405,8 +1420,8 @@ class Log:
         self.folder, self.warned = Path(out_dir), False
         for name in ("metrics.jsonl", "samples.jsonl"):       # a resumed run repeats the steps after its checkpoint
             path = self.folder / name
-            lines = [l for l in path.read_text().splitlines() if complete(l, start_step)] if path.exists() else []
-            write_file(path, "".join(l + "\n" for l in lines))
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            write_file(path, "".join(l + "\n" for l in lines if complete(l, start_step)))
         self.tb = SummaryWriter(str(self.folder / "tb"), purge_step=start_step + 1)
         if start_step < 0:
             self.tb.add_text("config", "| name | value |\n|---|---|\n"
@@ -1470,6 +1485,9 @@ def log_eval(log, step, metrics, samples):
             for s in samples), step)
 
 
+STEP = "step_" + "[0-9]" * 8      # the name of a checkpoint's folder
+
+
 def write_file(path, text):
     """Beside it first, then renamed: the old one or the new one is there, whole."""
     path.with_suffix(".tmp").write_text(text)
@@ -1515,13 +1533,13 @@ def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
         print(f"!!! checkpoint of step {state.step} not written ({e}); the last good one is untouched. Going on",
               flush=True)
         return
-    for old in sorted(folder.glob("step_????????"))[:-keep]: shutil.rmtree(old, ignore_errors=True)
+    for old in sorted(folder.glob(STEP))[:-keep]: shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(out_dir):
     """The newest checkpoint that is whole, or None; broken ones go. Tensors and plain values only: nothing
     in it can run code."""
-    for folder in sorted((Path(out_dir) / "checkpoint").glob("step_????????"), reverse=True):
+    for folder in sorted((Path(out_dir) / "checkpoint").glob(STEP), reverse=True):
         try:
             meta = json.loads((folder / "meta.json").read_text())
             if crc(folder / "state.pt") != meta["crc32"]: raise ValueError("its checksum is wrong")
@@ -1665,11 +1683,11 @@ def follow_kl(metrics, state, cfg, with_kl):
         if state.kl_reached and away:
             state.kl_coef = adapt_kl_coef(state.kl_coef, state.kl_smooth, cfg)
     if with_kl and kl > 0.2:
-        warn_once(f"KL {kl:.3f} per token is above 0.2: the policy is far from the reference (KL.md: warning signs)")
+        warn_once(f"KL {kl:.3f} per token is above 0.2: the policy is far from the reference (KL.md, the numbers)")
     if with_kl and state.step > 10 and kl < 1e-9 and not cfg.ref_update_every:
         warn_once(f"KL is still 0 after {state.step} steps: nothing moves (KL.md: troubleshooting)")
     if metrics["train/frac_groups_zero_std"] == 1:
-        warn_once("every group has equal rewards: there is nothing to learn from (README: no learning)")
+        warn_once("every group has equal rewards: there is nothing to learn from (README: when something is wrong)")
     if metrics["train/truncated_frac"] > 0.5:
         warn_once("more than half of the responses are cut off at max_tokens: raise it")
 
@@ -1740,6 +1758,7 @@ def check_config(cfg):
                  "max_grad_norm", "clip_range_high", "kl_coef", "kl_warmup_steps", "ref_update_every",
                  "advantage_eps", "seed"):
         need(getattr(cfg, name) >= 0, f"{name} must not be negative, got {getattr(cfg, name)}")
+    need(cfg.seed < 2**63, f"seed must be below 2**63, got {cfg.seed}")
     for name in ("lr", "temperature", "target_kl", "max_kl", "mismatch_cap", "reward_timeout"):
         need(getattr(cfg, name) > 0, f"{name} must be above 0, got {getattr(cfg, name)}")
     for name, choices in (("loss_type", ("grpo", "dr_grpo", "dapo")), ("kl_estimator", ESTIMATORS),
@@ -1804,7 +1823,8 @@ MUST_MATCH = ("model_id", "seed", "lora_rank", "task", "eval_task", "eval_fracti
 def holds_a_run(out):
     """A config.json that is ours, or damaged; models have one too."""
     if not (out / "config.json").exists(): return False
-    with contextlib.suppress(ValueError): return "n_grpo_steps" in json.loads((out / "config.json").read_text())
+    with contextlib.suppress(ValueError, TypeError):
+        return "n_grpo_steps" in json.loads((out / "config.json").read_text())
     return True
 
 
@@ -1823,12 +1843,12 @@ def prepare_out_dir(cfg):
         raise UserError(f"out_dir {cfg.out_dir!r} holds files of something else: choose another with --out_dir=...")
     if cfg.resume and cfg.overwrite:
         raise UserError("--resume=True goes on, --overwrite=True starts anew: choose one")
-    steps = sorted((out / "checkpoint").glob("step_????????"))
+    steps = sorted((out / "checkpoint").glob(STEP))
     if cfg.resume and not steps:
         raise UserError(f"--resume=True, but there is no checkpoint in {cfg.out_dir!r}")
     if steps and not cfg.overwrite:
-        try: before = json.loads((out / "config.json").read_text())
-        except (OSError, ValueError):
+        try: before = dict(json.loads((out / "config.json").read_text()))
+        except (OSError, ValueError, TypeError):
             raise UserError(f"{out}/config.json cannot be read: choose another --out_dir, "
                             "or --overwrite=True") from None
         changed = {k: f"{before.get(k)} -> {v}" for k, v in vars(cfg).items()
@@ -1836,10 +1856,11 @@ def prepare_out_dir(cfg):
         age = lambda path: path.stat().st_mtime if path.exists() else 0
         unfinished = (int(steps[-1].name[5:]) < before["n_grpo_steps"]
                       or age(out / "model") < age(steps[-1] / "meta.json"))
-        if not cfg.force and (fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH
-                                        if k in changed and (cfg.resume or unfinished)]):
+        if (fixed := [f"{k}: {changed[k]}" for k in MUST_MATCH if k in changed and (cfg.resume or unfinished)
+                      and (not cfg.force or k == "lora_rank")]):       # other weights: there is no way to go on
             raise UserError(f"{cfg.out_dir!r} holds another run ({', '.join(fixed)}): choose another with --out_dir=..."
-                            ", or --overwrite=True; --resume=True --force=True goes on all the same")
+                            ", or --overwrite=True" + "; --resume=True --force=True goes on all the same"
+                            * ("lora_rank" not in changed))
         if unfinished and changed and not cfg.resume:
             raise UserError(f"{cfg.out_dir!r} holds an unfinished run with other settings "
                             f"({', '.join(f'{k}: {v}' for k, v in changed.items())}): "
@@ -1876,11 +1897,11 @@ def load_warm_start(policy, tokenizer, cfg):
     key = ({k: getattr(cfg, k) for k in ("seed", "n_numbers", "max_number", "operations", "warm_start_steps")}
            | {"model": str(policy)})
     key = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
-    if (folder / "key").exists() and (folder / "key").read_text() == key:
-        print(f"warm start taken from {folder}", flush=True)
-        weights = AutoModelForCausalLM.from_pretrained(folder, dtype=policy.dtype).state_dict()
-        policy.load_state_dict(weights)
-        return
+    with contextlib.suppress(Exception):    # not there, or damaged in any way: made anew
+        if (folder / "key").read_text() == key:
+            policy.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=policy.dtype).state_dict())
+            print(f"warm start taken from {folder}", flush=True)
+            return
     print("warm start: teaching the tiny model solved problems (kept for the next run)", flush=True)
     size = task_size(cfg)
 
@@ -1950,7 +1971,8 @@ def report_eval(metrics, samples, n, task):
 
 
 def report(cfg, step, log):
-    rows = [json.loads(l) for l in (log.folder / "metrics.jsonl").read_text().splitlines() if complete(l, step)]
+    lines = (log.folder / "metrics.jsonl").read_text(errors="replace").splitlines()
+    rows = [json.loads(l) for l in lines if complete(l, step)]
     scores = [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
     out = log.folder
     with log.tolerant("tb/"): log.tb.close()
@@ -2063,6 +2085,8 @@ def main(argv=None):
         raise UserError(f"max_prompt_tokens + max_tokens = {cfg.max_prompt_tokens + cfg.max_tokens} is longer "
                         f"than the model's context of {context}")
     task = load_task(cfg, tokenizer) if not cfg.chat else None
+    if saved and not cfg.lora_rank and [m.shape for m in saved["masters"]] != [p.shape for p in policy.parameters()]:
+        raise UserError(f"the checkpoint in {cfg.out_dir!r} is of a model of another size: choose another --out_dir")
     everyone()                              # all have looked at out_dir: now rank 0 may write there
     if training and RANK == 0: claim_out_dir(cfg, saved is not None)
     if cfg.model_id == "tiny":
@@ -2079,11 +2103,11 @@ def main(argv=None):
         if cfg.fsdp: shard(model, cfg.device)
         if cfg.compile: compile_layers(model)
     print("starting the sampler ...", flush=True)
-    llm, n = TorchSampler(policy), max(8, cfg.group_size)
-    if cfg.use_vllm:
-        llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, max(cfg.rollout_batch_size // WORLD, 64),
-                        cfg.gpu_mem_util, cfg.enforce_eager, cfg.vllm_sleep)
+    llm = TorchSampler(policy) if not cfg.use_vllm else init_vllm(
+        policy, cfg.max_prompt_tokens + cfg.max_tokens, max(cfg.rollout_batch_size // WORLD, 64), cfg.gpu_mem_util,
+        cfg.enforce_eager, cfg.vllm_sleep)
     if cfg.eval_only:
+        n = max(8, cfg.group_size)
         params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, n, tokenizer.stop_ids)
         return report_eval(*evaluate_model(llm, tokenizer, task.held_out, params, reward_fn, cfg.operations,
                                            timeout=cfg.reward_timeout, bad=cfg.bad_reward), n, task)
@@ -2204,9 +2228,11 @@ def test_reward():
                          ("3*5+7", 0.0), ("<answer>3*5+7+0</answer>", 0.1), ("<answer>9**9**9</answer>", 0.1),
                          ("<answer>" + "(" * 10**5 + "</answer>", 0.1), ("<answer>__import__('os')</answer>", 0.1),
                          ("<answer>3/(5-5)*7</answer>", 0.1), ("<answer>٣*5+7</answer>", 0.1)):
-        close(reward_fn(text, truth), reward)
+        answer = extract_answer(text)                   # not reward_fn: it may be your own by now
+        right = answer is not None and evaluate_expression(answer, truth["numbers"]) == truth["target"]
+        close([answer is not None, right], [reward > 0, reward == 1])
     problem = make_problem(1, 2, "train", 4, 9, "+-*/")
-    close(reward_fn(f"<answer>{problem['solution']}</answer>", problem), 1.0)
+    close(int(evaluate_expression(problem["solution"], problem["numbers"])), problem["target"])
     return "reward: right, wrong, none, hostile; made problems are solvable"
 
 
