@@ -441,7 +441,8 @@ def init_policy(model_id, device="cpu", dtype=None, seed=42, gradient_checkpoint
         for name in [k for k, v in vars(module).items() if ("drop" in k or "jitter" in k) and isinstance(v, float)]:
             setattr(module, name, 0.0)
     policy.to(device).train()
-    can_pack(policy)
+    if not can_pack(policy):
+        print("!!! this kind of model is computed with padding and every prompt for each response: slower", flush=True)
     if gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     return policy, tokenizer
@@ -834,8 +835,6 @@ def can_pack(model):
                        and (not window or window in windows) and bool((packed - padded).norm() < 4 * rounding))
     except Exception: model.packs = False                      # whatever it stumbles over: padded is the plain way
     model.config._attn_implementation = config._attn_implementation = "packed" if model.packs else "eager"
-    if not model.packs: print("!!! this kind of model is computed with padding and every prompt for each response: "
-                              "slower", flush=True)
     return model.packs
 
 
