@@ -47,6 +47,7 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn              # torch's own flash attention
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -295,7 +296,8 @@ def load_task(cfg, tokenizer):
         train, held = rows, read_jsonl(eval_path)
     else:
         train, held = ([p for p in rows if (hashed(p) < cfg.eval_fraction) == side] for side in (False, True))
-    fits = [[p for p in part if length(p) <= cfg.max_prompt_tokens] for part in (train, held)]
+    watched = lambda part: tqdm(part, "counting tokens", delay=2, leave=False, disable=True if RANK else None)
+    fits = [[p for p in watched(part) if length(p) <= cfg.max_prompt_tokens] for part in (train, held)]
     if dropped := len(train) + len(held) - sum(map(len, fits)):
         print(f"!!! {dropped} prompts are longer than max_prompt_tokens={cfg.max_prompt_tokens} and are left out",
               flush=True)
@@ -1606,6 +1608,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         return metrics
 
     def save():
+        if cuda: print("writing a checkpoint ...", flush=True)      # gigabytes
         save_checkpoint(cfg.out_dir, optimizer, state, ref_model if cfg.ref_update_every else None, cfg.keep)
         saved_step.append(state.step)
 
@@ -1631,9 +1634,9 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, checkpo
         if sleeps: llm.sleep(level=2)
         if step == 1 and ref_model is not None: check_reference(policy, ref_model, batch, cfg.temperature)
         coef = state.kl_coef * (min(1.0, (step - 1) / cfg.kl_warmup_steps) if cfg.kl_warmup_steps else 1.0)
+        if cfg.compile and step == first_step + 1: print("compiling, a minute or less ...", flush=True)
         meta = update_policy(policy, optimizer, batch, advantages.to(policy.device), cfg, step, state, ref_model, coef)
         t2 = clock()
-        if cfg.compile and step == first_step + 1: print(f"compilation and first update: {t2 - t1:.0f} s", flush=True)
         if sleeps: llm.wake_up(tags=["weights"])
         load_policy_into_vllm_instance(policy, llm)
         if sleeps: llm.wake_up(tags=["kv_cache"])

@@ -2155,6 +2155,17 @@ def test_read_jsonl(tmp_path):
     assert got[2]["prompt"].startswith("How many {eggs}? ") and got[2]["prompt"].endswith("<answer> </answer> tags.")
 
 
+@pytest.mark.parametrize("rank, disabled", [(0, None), (1, True)])      # None: shown on a terminal alone
+def test_counting_the_tokens_of_a_file_is_watched(tmp_path, monkeypatch, rank, disabled):
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": {i}}}\n' for i in range(50)))
+    watched = []
+    monkeypatch.setattr(s, "RANK", rank)
+    monkeypatch.setattr(s, "tqdm", lambda part, *a, **kw: watched.extend([kw["disable"]] * len(part)) or part)
+    s.load_task(SimpleNamespace(task=str(tmp_path / "data.jsonl"), eval_task="", eval_fraction=0.3, n_eval=9, seed=1,
+                                max_prompt_tokens=99, n_numbers=3, max_number=9, operations="+"), s.Tokenizer())
+    assert watched == [disabled] * 50
+
+
 @pytest.mark.parametrize("text, words", [
     ("", "is empty"), ("\n\n", "is empty"), ("{", "line 1: not JSON"), ('{"prompt": "a", "answer": 1}\nx', "line 2"),
     ("[1]", "expected an object"), ('{"answer": 1}', '"prompt" must be text'),
