@@ -1433,7 +1433,11 @@ class Log:
                 "entropy": ["Multiline", ["train/entropy"]], "length": ["Multiline", ["train/avg_output_tokens"]]}})
 
     def line(self, name, row):
-        with self.tolerant(name), open(self.folder / name, "a") as f: f.write(json.dumps(row) + "\n")
+        with self.tolerant(name), open(self.folder / name, "ab", buffering=0) as f:
+            data, end = (json.dumps(row) + "\n").encode(), f.seek(0, os.SEEK_END)
+            if f.write(data) < len(data):                      # room for a part: none of it
+                f.truncate(end)
+                raise OSError("No space left for a whole line")
 
     def write(self, step, metrics):
         row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
@@ -1934,6 +1938,8 @@ def publish(policy, tokenizer, folder, also=lambda tmp: None):
         try: write_folder(folder, lambda tmp: (save_model(policy, tokenizer, tmp, weights), also(tmp)))
         except (OSError, SafetensorError, ValueError) as e:
             print(f"!!! cannot write {folder} ({e}); going on without", flush=True)
+            return False
+    return True
 
 
 def is_tiny(folder):
@@ -1950,7 +1956,7 @@ def chat(policy, tokenizer, cfg, context):
     params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, 1, tokenizer.stop_ids)
     while True:
         try: text = input("> ").strip()
-        except EOFError: return
+        except (EOFError, KeyboardInterrupt): return
         messages, turn = messages + [{"role": "user", "content": text}] if text else [], turn + 1
         ids = tokenizer.encode(tokenizer.chat(messages)) if messages else []
         if len(ids) + cfg.max_tokens > context:
@@ -1972,17 +1978,20 @@ def report_eval(metrics, samples, n, task):
     return metrics
 
 
-def report(cfg, step, log):
+def report(cfg, step, log, written):
     lines = (log.folder / "metrics.jsonl").read_text(errors="replace").splitlines()
     rows = [json.loads(l) for l in lines if complete(l, step)]
     scores = [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
     out = log.folder
     with log.tolerant("tb/"): log.tb.close()
     if step < cfg.n_grpo_steps:
-        print(f"\nStopped after step {step} of {cfg.n_grpo_steps}. The same command goes on from there.")
+        saved = max((int(p.name[5:]) for p in (out / "checkpoint").glob(STEP)), default=0)
+        print(f"\nStopped after step {step} of {cfg.n_grpo_steps}. The same command goes on from "
+              + ("there." if saved == step else f"step {saved}: the last checkpoint could not be written."))
     elif scores:
         print(f"\nDone: held-out accuracy {scores[0][1]:.1%} -> {scores[-1][1]:.1%} in {step} steps.")
-    print(f"  model    {out}/model   (transformers: AutoModelForCausalLM.from_pretrained({str(out / 'model')!r}))\n"
+    where = f"{out}/model   (transformers: AutoModelForCausalLM.from_pretrained({str(out / 'model')!r}))"
+    print(f"  model    {where if written else 'not written, see above'}\n"
           f"  curves   tensorboard --logdir {out}/tb   (or: make tensorboard), numbers in {out}/metrics.jsonl\n"
           f"  samples  {out}/samples.jsonl, and the Text tab of TensorBoard", flush=True)
 
@@ -2118,8 +2127,8 @@ def main(argv=None):
         except OSError as e: raise RunFailed(f"cannot write to out_dir {cfg.out_dir!r} ({e})") from None
         result, step = train(policy, llm, tokenizer, cfg, log, ref_model,
                              cfg.kl_coef if ref_model is not None else 0.0, saved, task)
-        publish(policy, tokenizer, out / "model")
-        report(cfg, step, log)
+        written = publish(policy, tokenizer, out / "model")
+        report(cfg, step, log, written)
     everyone()
     return result
 
@@ -2283,9 +2292,12 @@ if __name__ == "__main__":
         test_functions()
         main()
     except UserError as error:
-        if RANK and not dist.is_initialized(): time.sleep(5)      # rank 0 says the same, torchrun then ends this one
+        if RANK: time.sleep(5)               # rank 0 mostly says the same, torchrun then ends this one
         print(f"error{f' (rank {RANK})' if RANK else ''}: {error}", file=sys.stderr, flush=True)
         status = 2
+    except KeyboardInterrupt:
+        print("\nstopped at once: the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+        status = 130
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             error = RunFailed(f"out of GPU memory ({str(error)[:120]}...). What helps: --gradient_checkpointing=True, "

@@ -1060,7 +1060,8 @@ def put_warm_start(out):
     """The tiny model after a short warm start, made once per test session; the program checks by itself that it fits
     the settings."""
     if not (WARM / "warm_start").exists():
-        s.main([*SMALL, "--use_vllm=False", f"--out_dir={WARM}"])
+        subprocess.run([sys.executable, str(HERE / "starter.py"), *SMALL, "--use_vllm=False", f"--out_dir={WARM}"],
+                       check=True, capture_output=True)     # apart: the test may have replaced parts of `s` already
     shutil.copytree(WARM / "warm_start", Path(out) / "warm_start", dirs_exist_ok=True)
 
 
@@ -1344,6 +1345,37 @@ def test_a_full_disk_costs_the_checkpoint_not_the_run(tmp_path, monkeypatch, cap
     assert ("No space left" in capsys.readouterr().out
             and [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step_00000001"])
     assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_the_last_words_are_true_when_nothing_could_be_written(tmp_path, capsys):
+    log = s.Log(tmp_path, {})
+    (tmp_path / "checkpoint/step_00000002").mkdir(parents=True)
+    for step, written, words in ((2, True, "goes on from there."), (4, True, "goes on from step 2: the last checkp"),
+                                 (2, False, "model    not written")):
+        s.report(SimpleNamespace(n_grpo_steps=9), step, log, written)
+        assert words in capsys.readouterr().out
+
+
+def test_a_line_that_fits_in_part_is_not_written_at_all(tmp_path, capsys):
+    import resource
+    log = object.__new__(s.Log)
+    log.folder, log.warned, limits = tmp_path, False, resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.line("metrics.jsonl", {"step": 0})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
+        log.line("metrics.jsonl", {"step": 1})
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.line("metrics.jsonl", {"step": 2})
+    assert [r["step"] for r in rows_of(tmp_path)] == [0, 2] and "cannot write metrics.jsonl" in capsys.readouterr().out
+
+
+def test_ctrl_c_before_training_is_one_line(tmp_path):
+    run = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, "--warm_start_steps=100000",
+                            f"--out_dir={tmp_path / 'out'}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    next(line for line in run.stdout if line.startswith("warm start "))
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130 and "stopped at once" in errors and "Traceback" not in errors
 
 
 def test_a_sync_that_does_nothing_is_noticed_within_a_step(tmp_path, monkeypatch):
