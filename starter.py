@@ -815,15 +815,17 @@ def can_pack(model):
     ids[:, :4] = 1                                             # the prompt they share
     mask = (torch.arange(32, device=model.device) > 2).expand(2, 32)
 
+    def attend(way): model.config._attn_implementation = config._attn_implementation = way
+
     def features(way):
-        model.config._attn_implementation = config._attn_implementation = way
+        attend(way)
         return upcast(response_features(model, ids, mask, way == "probe")[0])
 
     def jitter(module, args, out):                             # by the smallest step of its dtype
         wave = torch.arange(out.numel(), device=out.device).cos().view_as(out)
         return (out * (1 + max(1e-7, torch.finfo(out.dtype).eps) * wave)).to(out.dtype)
     try:
-        model.config._attn_implementation = config._attn_implementation = "eager"
+        attend("eager")
         model.plain_head = torch.allclose(model(ids, use_cache=False).logits, model.get_output_embeddings()(
             model.base_model(input_ids=ids, use_cache=False).last_hidden_state), 1e-2, 1e-3)
     except Exception: model.plain_head = False
@@ -836,7 +838,7 @@ def can_pack(model):
         model.packs = (plain_head(model) and attention_only(model) and len(heard) == config.num_hidden_layers
                        and (not window or window in windows) and bool((packed - padded).norm() < 4 * rounding))
     except Exception: model.packs = False                      # whatever it stumbles over: padded is the plain way
-    model.config._attn_implementation = config._attn_implementation = "packed" if model.packs else "eager"
+    attend("packed" if model.packs else "eager")
     return model.packs
 
 
@@ -1420,9 +1422,7 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter
         self.folder, self.warned = Path(out_dir), False
         for name in ("metrics.jsonl", "samples.jsonl"):       # a resumed run repeats the steps after its checkpoint
-            path = self.folder / name
-            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            write_file(path, "".join(l + "\n" for l in lines if complete(l, start_step)))
+            write_file(self.folder / name, "".join(l + "\n" for l in lines_until(start_step, self.folder / name)))
         self.tb = SummaryWriter(str(self.folder / "tb"), purge_step=start_step + 1)
         if start_step < 0:
             self.tb.add_text("config", "| name | value |\n|---|---|\n"
@@ -1453,6 +1453,12 @@ class Log:
         except OSError as e:
             if not self.warned: print(f"!!! cannot write {name}: {e}. Going on without", flush=True)
             self.warned = True
+
+
+def lines_until(last_step, path):
+    """The whole lines of a log up to that step."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [line for line in lines if complete(line, last_step)]
 
 
 def complete(line, last_step):
@@ -1490,9 +1496,6 @@ def log_eval(log, step, metrics, samples):
             for s in samples), step)
 
 
-STEP = "step_" + "[0-9]" * 8      # the name of a checkpoint's folder
-
-
 def write_file(path, text):
     """Beside it first, then renamed: the old one or the new one is there, whole."""
     path.with_suffix(".tmp").write_text(text)
@@ -1524,6 +1527,11 @@ def crc(path):
     return value
 
 
+def checkpoints(out_dir):
+    """Their folders, the oldest first."""
+    return sorted((Path(out_dir) / "checkpoint").glob("step_" + "[0-9]" * 8))
+
+
 def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
     folder = Path(out_dir) / "checkpoint"
     data = optimizer.state_dict() | {"state": vars(state), "ref": None if ref_model is None else ref_model.state_dict()}
@@ -1538,13 +1546,13 @@ def save_checkpoint(out_dir, optimizer, state, ref_model, keep):
         print(f"!!! checkpoint of step {state.step} not written ({e}); the last good one is untouched. Going on",
               flush=True)
         return
-    for old in sorted(folder.glob(STEP))[:-keep]: shutil.rmtree(old, ignore_errors=True)
+    for old in checkpoints(out_dir)[:-keep]: shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(out_dir):
     """The newest checkpoint that is whole, or None; broken ones go. Tensors and plain values only: nothing
     in it can run code."""
-    for folder in sorted((Path(out_dir) / "checkpoint").glob(STEP), reverse=True):
+    for folder in reversed(checkpoints(out_dir)):
         try:
             meta = json.loads((folder / "meta.json").read_text())
             if crc(folder / "state.pt") != meta["crc32"]: raise ValueError("its checksum is wrong")
@@ -1849,7 +1857,7 @@ def prepare_out_dir(cfg):
         raise UserError(f"out_dir {cfg.out_dir!r} holds files of something else: choose another with --out_dir=...")
     if cfg.resume and cfg.overwrite:
         raise UserError("--resume=True goes on, --overwrite=True starts anew: choose one")
-    steps = sorted((out / "checkpoint").glob(STEP))
+    steps = checkpoints(out)
     if cfg.resume and not steps:
         raise UserError(f"--resume=True, but there is no checkpoint in {cfg.out_dir!r}")
     if steps and not cfg.overwrite:
@@ -1979,13 +1987,12 @@ def report_eval(metrics, samples, n, task):
 
 
 def report(cfg, step, log, written):
-    lines = (log.folder / "metrics.jsonl").read_text(errors="replace").splitlines()
-    rows = [json.loads(l) for l in lines if complete(l, step)]
+    rows = [json.loads(line) for line in lines_until(step, log.folder / "metrics.jsonl")]
     scores = [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
     out = log.folder
     with log.tolerant("tb/"): log.tb.close()
     if step < cfg.n_grpo_steps:
-        saved = max((int(p.name[5:]) for p in (out / "checkpoint").glob(STEP)), default=0)
+        saved = int(checkpoints(out)[-1].name[5:]) if checkpoints(out) else 0
         print(f"\nStopped after step {step} of {cfg.n_grpo_steps}. The same command goes on from "
               + ("there." if saved == step else f"step {saved}: the last checkpoint could not be written."))
     elif scores:

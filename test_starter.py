@@ -1321,7 +1321,7 @@ def test_damaged_files_beside_the_checkpoint(tmp_path, capsys):
     with pytest.raises(s.UserError, match="config.json cannot be read"): run_main(out, *args)
 
 
-def test_a_checkpoint_of_another_size_is_refused_and_the_run_stays_as_it_was(tmp_path, monkeypatch, model_folder):
+def test_a_checkpoint_of_another_size_is_refused_and_the_run_stays_as_it_was(tmp_path, model_folder):
     run_main(tmp_path)
     before = (tmp_path / "config.json").read_text()
     go_on = ["--resume=True", "--force=True", "--n_grpo_steps=4"]
@@ -2185,6 +2185,11 @@ def test_read_jsonl(tmp_path):
     assert [r["answer"] for r in got] == ["2", "4", "7", "0.5"] and got[1]["source"] == "me"
     assert got[0]["prompt"] == "1+1=" and got[1]["prompt"] == messages
     assert got[2]["prompt"].startswith("How many {eggs}? ") and got[2]["prompt"].endswith("<answer> </answer> tags.")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\n')
+    assert s.read_jsonl(tmp_path / "data.jsonl") == [{"prompt": "a", "answer": "1"}]
 
 
 @pytest.mark.parametrize("rank, disabled", [(0, None), (1, True)])      # None: shown on a terminal alone
