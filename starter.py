@@ -243,7 +243,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             for i, micro_rows in enumerate(microbatches):
                 keep_gathered(policy, i + 1 < len(microbatches))
                 micro = select(batch, micro_rows)
-                loss, micro_metadata = grpo_microbatch_step(
+                _, micro_metadata = grpo_microbatch_step(
                     policy, micro.input_ids, micro.labels, micro.mask, micro.advantages,
                     len(microbatches), cfg.clip_range, cfg.loss_type, cfg.max_tokens, ref_model,
                     kl_now, divisor=divisor / WORLD,    # fully_shard averages over the ranks
@@ -251,7 +251,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
                     rollout_log_probs=micro.rollout_log_probs, temperature=cfg.temperature,
                     clip_range_high=cfg.clip_range_high or None, kl_estimator=cfg.kl_estimator,
                     kl_importance_weight=cfg.kl_importance_weight, kl_in=cfg.kl_in)
-                losses[-1] += float(loss)
+                losses[-1] += micro_metadata["loss"]
                 metadata.append(micro_metadata)
             grad_norms.append(update_weights(policy, optimizer, losses[-1], cfg, state))
         times.append(now(cfg.device))
@@ -621,6 +621,8 @@ def prepare(policy, cfg, is_reference=False):
     global chunk_stats
     layers = max((m for m in policy.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     if cfg.compile:
+        # A temperature that may vary would be computed on the CPU, which takes a minute to compile.
+        torch._dynamo.config.specialize_float = True
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if not hasattr(chunk_stats, "__wrapped__"):
@@ -1268,7 +1270,8 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
     # The sum over rows of means, or the sum over tokens. The divisor makes a mean of it.
     total = masked_mean(loss, mask) * mask.any(-1).sum() if loss_type == "grpo" else loss.sum()
     total = total / max(divisor, 1e-9)
-    metadata["n_tokens"] = int(mask.sum())
+    # All that is read back is read before the backward pass, which the GPU can then do alone.
+    metadata["n_tokens"], metadata["loss"] = int(mask.sum()), total.item()
     metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
     if kl_coef:
         metadata["response_kl"] = masked(log_probs.detach() - ref_log_probs, mask).sum(1).tolist()
