@@ -253,6 +253,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
                     kl_importance_weight=cfg.kl_importance_weight, kl_in=cfg.kl_in)
                 losses[-1] += micro_metadata["loss"]
                 metadata.append(micro_metadata)
+            losses[-1] = sum(gather(losses[-1])) / WORLD
             grad_norms.append(update_weights(policy, optimizer, losses[-1], cfg, state))
         times.append(now(cfg.device))
 
@@ -334,7 +335,7 @@ def extract_answer(text, pattern=TAGS):
 def final_answer(text):
     r"""-> the last of <answer>...</answer>, \boxed{...} and `#### ...`, or None"""
     answer = extract_answer(text, f"{TAGS}|{BOX}|{HASHES}")
-    inner = extract_answer(answer or "", BOX)    # <answer>\boxed{5}</answer>
+    inner = extract_answer(answer or "", f"{TAGS}|{BOX}")    # <answer>\boxed{5}</answer>
     return answer if inner is None else inner
 
 
@@ -434,7 +435,8 @@ def read_jsonl(path, cfg):
             chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             answer = str(row["answer"]).rpartition("####")[2].strip()
             texts = [message[key] for message in chat for key in ("role", "content")] + [answer]
-            if type(row["answer"]) not in (str, int, float) or not all(map(str.strip, texts)):
+            is_answer = type(row["answer"]) in (str, int, float)
+            if not (is_answer and chat and all(map(str.strip, texts))):
                 raise ValueError("prompt or answer is missing")
             rows.append(row | {"prompt": prompt, "answer": answer})
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -532,7 +534,10 @@ def is_tiny(model_id):
 
 def make_tiny(model_id):
     if model_id == "tiny" and RANK == 0 and not Path("tiny").exists():
-        import tiny
+        try:
+            import tiny
+        except ImportError:
+            raise UserError("tiny.py is missing: choose a model with --model_id") from None
         tiny.main()
     gather(None)    # the other ranks wait
 
@@ -933,6 +938,8 @@ def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
 
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     """-> params["n"] Responses to each prompt of token ids; `first` prompts are on lower ranks"""
+    if not prompts:
+        return []
     seeds = []
     for i in range(len(prompts)):    # the seed of a first response; the next have + 1, + 2, ...
         digest = hashlib.blake2b(f"{seed}/{step}/{first + i}".encode(), digest_size=6).digest()
@@ -966,7 +973,7 @@ class TorchSampler:
 
     def generate(self, prompts, params, seeds):
         """As many prompts at a time as a cache of 2**17 tokens allows."""
-        longest = max(map(len, prompts), default=0) + params["max_tokens"]
+        longest = max(map(len, prompts)) + params["max_tokens"]
         size = max(1, 2**17 // longest // params["n"])
         responses = []
         for i in range(0, len(prompts), size):
@@ -1283,7 +1290,6 @@ def update_weights(policy, optimizer, loss, cfg, state):
     """An optimizer step, unless loss or gradient is not finite -> gradient norm before clipping"""
     limit = cfg.max_grad_norm or math.inf
     grad_norm = float(full(torch.nn.utils.clip_grad_norm_(policy.parameters(), limit)))
-    loss = sum(gather(loss))
     if math.isfinite(grad_norm + loss):
         warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
         for group in optimizer.param_groups:
@@ -1788,6 +1794,8 @@ def run():
         message, code = error, 2
     except RunFailed as error:
         message, code = f"{error}\nThe last checkpoint is good: continue with --resume=latest", 1
+    except OSError as error:
+        message, code = f"cannot write ({error}). Is the disk full? Then --resume=latest", 1
     except torch.OutOfMemoryError:
         message, code = ("out of GPU memory. Try --gradient_checkpointing=True, --vllm_sleep=True, "
                          "--lora_rank=32, or a smaller gpu_mem_util or tokens_per_microbatch"), 1

