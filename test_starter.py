@@ -1,8 +1,8 @@
 """The full test suite, in the order of starter.py's sections: python -m pytest test_starter.py
 
 It takes about four minutes on two cores, with the real vLLM if it is installed."""
-import ast, contextlib, copy, errno, functools, importlib.util, itertools, json, math, os, random, re
-import shutil, signal, subprocess, sys, time
+import ast, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math, os
+import random, re, shutil, signal, subprocess, sys, time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,7 +321,8 @@ def test_expressions_are_exact_and_use_each_number_once(text, numbers, value):
     ("<answer>1</answer><answer>7+15</answer><answer>3*5+7</answer>", 1.0),
     ("<answer>3*5+7</answer><answer>3+5+7</answer>", 0.1), ("<answer>22</answer>", 0.1),
     ("<answer></answer>", 0.1), ("<answer>__import__('os')</answer>", 0.1),
-    ("3*5+7", 0.0), ("<answer>3*5+7", 0.0), ("3*5+7</answer>", 0.0), ("#### 3*5+7", 0.0), ("", 0.0)])
+    ("3*5+7", 0.0), ("<answer>3*5+7", 0.0), ("3*5+7</answer>", 0.0), ("#### 3*5+7", 0.0), ("",
+                                                                                           0.0)])
 def test_countdown_reward(text, reward):
     assert starter.reward_fn(text, {"numbers": [3, 5, 7], "target": 22}) == reward
 
@@ -345,7 +346,8 @@ def test_final_answer_is_the_last_complete_one(text, answer):
 @pytest.mark.parametrize("given, right", [
     ("1,200.0", "1200"), ("1/2", ".5"), ("$5", "5"), ("50 %", "50"), ("5.", "5"), ("-3", "-3.00"),
     ("$1,200,000.50", "1200000.5"), ("2/4", "1/2"), ("007", "7"), ("-1/2", "-.5"), ("Blue", "blue"),
-    ("  new   york ", "New York"), ("Yes.", "yes"), ("18 dollars", "18"), ("10000000000000000", 1e16),
+    ("  new   york ", "New York"), ("Yes.", "yes"), ("18 dollars", "18"), ("10000000000000000",
+                                                                           1e16),
     ("0.00001", 0.00001), ("1e3", "1000"), (5, 5.0), ("9" * 30, "9" * 30 + ".0")])
 def test_answers_that_mean_the_same_are_equal(given, right):
     assert starter.reward_fn(f"<answer>{given}</answer>", {"prompt": "?", "answer": right}) == 1.0
@@ -391,29 +393,34 @@ def test_no_text_makes_the_reward_fail(text):
 
 def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
     path = tmp_path / "task.jsonl"
-    lines = ['\ufeff{"question": "2+3", "answer": 5}', "", '{"prompt": "7?", "answer": "so\\n#### 7"}',
+    lines = ['\ufeff{"question": "2+3", "answer": 5}', "",
+             '{"prompt": "7?", "answer": "so\\n#### 7"}',
              '{"prompt": [{"role": "user", "content": "8?"}], "answer": 8.5, "source": "book"}']
     path.write_text("\n".join(lines), encoding="utf-8")
     rows = starter.read_jsonl(path, settings_of())
     assert [row["prompt"] for row in rows] == ["2+3=", "7?", [{"role": "user", "content": "8?"}]]
     assert [row["answer"] for row in rows] == ["5", "7", "8.5"] and rows[2]["source"] == "book"
-    assert starter.fill_template("{numbers}={target}:", {"numbers": [3, 5], "target": 8}) == "3 5=8:"
+    problem = {"numbers": [3, 5], "target": 8}
+    assert starter.fill_template("{numbers}={target}:", problem) == "3 5=8:"
 
 
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
 BAD_FILES = [
-    (None, "No such file"), ("", "problems to train on"), ("\n \n", "problems to train on"), (GOOD + "{'prompt': 1}", "line 3"),
+    (None, "No such file"), ("", "problems to train on"), ("\n \n", "problems to train on"),
+    (GOOD + "{'prompt': 1}", "line 3"),
     (GOOD + "\n[1, 2]\n", "line 4"), ("null", "line 1"), (GOOD + "[" * 100_000, "line 3"),
     ('{"prompt": "x"}', "answer"), ('{"prompt": "x", "answer": null}', "answer"),
     ('{"prompt": "x", "answer": true}', "answer"), ('{"prompt": "x", "answer": " "}', "answer"),
-    ('{"prompt": "x", "answer": ["5"]}', "answer"), ('{"prompt": "x", "answer": "5 ####"}', "answer"),
+    ('{"prompt": "x", "answer": ["5"]}', "answer"), ('{"prompt": "x", "answer": "5 ####"}',
+                                                     "answer"),
     ('{"answer": "5"}', "set --prompt"), ('{"prompt": 5, "answer": "5"}', "line 1"),
     ('{"prompt": "", "answer": "5"}', "line 1"),
     ('{"prompt": [], "answer": "5"}', "line 1"),
     ('{"prompt": {"role": "user"}, "answer": "5"}', "line 1"),
     ('{"prompt": [{"role": "user"}], "answer": "5"}', "line 1"),
     ('{"prompt": [{"role": "user", "content": ["x"]}], "answer": "5"}', "line 1"),
-    ('{"prompt": "x", "answer": NaN}', "line 1"), ('{"prompt": "\\ud800", "answer": "5"}', "line 1"),
+    ('{"prompt": "x", "answer": NaN}', "line 1"), ('{"prompt": "\\ud800", "answer": "5"}',
+                                                   "line 1"),
     (b'{"prompt": "caf\xe9", "answer": "5"}', "utf-8"), (b"\x80PARQUET\x00\xff", "utf-8")]
 
 
@@ -667,7 +674,8 @@ def test_a_model_that_cannot_be_loaded_is_one_line(save_folder, tmp_path):
 
 
 def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(save_folder):
-    folder = save_folder("gpt2", n_head=4, n_embd=32, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    folder = save_folder("gpt2", n_head=4, n_embd=32, attn_pdrop=0.5, resid_pdrop=0.5,
+                         embd_pdrop=0.5)
     batch, gradients = make_groups(), []
     for gradient_checkpointing in (False, True):
         policy, _ = starter.init_policy(str(folder), "cpu", gradient_checkpointing)
@@ -784,7 +792,8 @@ def test_torch_sampler(kind):
     check_sampler(policy, llm)
     assert policy.training and policy.model.config._attn_implementation == "packed"
     assert starter.rollout_with_vllm(llm, [], PARAMS, 42, 1) == []
-    greedy = starter.rollout_with_vllm(llm, PROMPTS[:1], PARAMS | {"temperature": 0.0, "n": 1}, 0, 0)
+    greedy = starter.rollout_with_vllm(llm, PROMPTS[:1], PARAMS | {"temperature": 0.0, "n": 1}, 0,
+                                       0)
     with torch.no_grad():
         best = policy.model(torch.tensor(PROMPTS[:1])).logits[0, -1].argmax()
     assert greedy[0].ids[0] == best
@@ -893,7 +902,10 @@ def test_advantages_by_hand():
     wanted = [half, -half, -half, half, 0, 0, 0, 0, 1.5 / three, -0.5 / three, -0.5 / three,
               -0.5 / three]
     assert torch.allclose(advantages, torch.tensor(wanted), atol=1e-6)
-    assert (advantages[4:8] == 0).all(), "exact zeros where all rewards of a group are equal"
+    for size in range(2, 12):
+        flat = starter.compute_group_normalized_advantages(["0.1"] * size, [0] * size, number, size,
+                                                           1e-12, True)[0]
+        assert (flat == 0).all(), "exact zeros where all rewards of a group are equal"
     assert rewards.tolist() == pytest.approx([float(text) for text in texts])
     values = np.array([float(text) for text in texts])
     assert metadata == pytest.approx({"mean": values.mean(), "std": values.std(ddof=1), "max": 3.0,
@@ -923,7 +935,8 @@ def test_a_reward_may_be_any_number_but_groups_must_fit(reward):
     def good(text, _):
         return reward
 
-    assert starter.compute_group_normalized_advantages(["", ""], [0, 0], good, 2, 0, True)[1][0] == 1
+    rewards = starter.compute_group_normalized_advantages(["", ""], [0, 0], good, 2, 0, True)[1]
+    assert rewards.tolist() == [1, 1]
     for group_size in (1, 0, 3):
         with pytest.raises(UserError, match="group_size"):
             starter.compute_group_normalized_advantages(["", ""], [0, 0], good, group_size, 0, True)
@@ -1048,7 +1061,8 @@ def test_kl_in_the_reward_has_the_gradient_of_the_sequence_kl(kl_in):
     misses how a token changes later prefixes."""
     generator = torch.Generator().manual_seed(3)
     prefixes = [p for n in range(3) for p in itertools.product(range(3), repeat=n)]
-    logits = torch.randn(len(prefixes), 3, generator=generator, dtype=torch.float64).requires_grad_()
+    logits = torch.randn(len(prefixes), 3, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
     ref_table = torch.randn(len(prefixes), 3, generator=generator, dtype=torch.float64)
     sequences = list(itertools.product(range(3), repeat=3))
 
@@ -1083,7 +1097,8 @@ def test_kl_in_the_reward_uses_the_current_log_probs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("estimator, is_weighted", list(itertools.product(("k1", "k2", "k3"), (True, False))))
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_runaway_tokens_keep_a_finite_gradient_towards_the_reference(estimator, is_weighted, dtype):
     for distance in (2, 15, 20, 50, 89, 200, 500, -2, -15, -20, -50, -89, -200, -500):
         policy = torch.tensor([[distance / 2]], dtype=dtype).requires_grad_()
@@ -1129,7 +1144,8 @@ def test_kl_divergence_by_name_and_unknown_names():
     for estimator, values in wanted.items():
         kl = starter.compute_kl_divergence(policy, ref, estimator)
         assert kl[0].tolist() == pytest.approx(values)
-        assert torch.autograd.grad(kl.sum(), policy)[0][0].tolist() == pytest.approx(slopes[estimator])
+        slope = torch.autograd.grad(kl.sum(), policy)[0][0]
+        assert slope.tolist() == pytest.approx(slopes[estimator])
     assert starter.compute_kl_divergence(policy, ref)[0].tolist() == pytest.approx(wanted["k1"])
     with pytest.raises(UserError, match="k1, k2, k3, exact"):
         starter.compute_loss(torch.ones(1), policy, policy, 0.2, ref, 0.1, kl_estimator="k4")
@@ -1155,7 +1171,8 @@ def test_loss_by_hand_in_every_clip_case():
         assert metadata["ratio_max"] == pytest.approx(1.5)
         assert metadata["ratio_mean"] == pytest.approx(1.0)
         assert metadata["approx_kl"] == pytest.approx(approx_kl)
-    high, _ = starter.compute_loss(torch.tensor([2.0]), ratio[None, 4:].log(), torch.zeros(1, 1), 0.2,
+    high, _ = starter.compute_loss(torch.tensor([2.0]), ratio[None, 4:].log(), torch.zeros(1, 1),
+                                   0.2,
                                    clip_range_high=0.28)
     assert high.item() == pytest.approx(-2.56)
     zeros = torch.zeros(2, 2)
@@ -1168,7 +1185,8 @@ def test_the_mismatch_weight_is_capped_and_multiplies_loss_and_kl():
     sampled = torch.tensor([[0.0, 1.0, -3.0, math.nan]])
     for advantage in (1.0, 0.0):
         plain, _ = starter.compute_loss(torch.tensor([advantage]), policy, policy, 0.2, ref, 0.1)
-        got, metadata = starter.compute_loss(torch.tensor([advantage]), policy, policy, 0.2, ref, 0.1,
+        got, metadata = starter.compute_loss(torch.tensor([advantage]), policy, policy, 0.2, ref,
+                                             0.1,
                                              rollout_log_probs=sampled)
         weight = torch.tensor([[1.0, math.exp(-1), 2.0, 1.0]])
         assert torch.allclose(got, plain * weight) and (plain != 0).all()
@@ -1191,13 +1209,15 @@ def test_kl_keys_are_zero_while_kl_is_off_and_nan_stays_behind_the_mask():
         keys = ("kl_penalty_mean", "kl_mean", "kl_max", "kl_min")
         assert all((metadata[key] != 0) == bool(kl_coef) for key in keys)
     # Off means not evaluated: 0 * NaN is NaN.
-    nan = starter.compute_loss(torch.ones(1), torch.zeros(1, 4), torch.zeros(1, 4), 0.2, other * math.nan)
+    nan = starter.compute_loss(torch.ones(1), torch.zeros(1, 4), torch.zeros(1, 4), 0.2,
+                               other * math.nan)
     assert torch.isfinite(nan[0]).all()
 
 
 def test_an_empty_mask_is_zero_with_zero_gradient_and_bad_numbers_are_not_hidden():
     policy = torch.randn(2, 3, requires_grad=True)
-    loss, metadata = starter.compute_loss(torch.ones(2), policy, policy.detach(), 0.2, policy.detach(),
+    loss, metadata = starter.compute_loss(torch.ones(2), policy, policy.detach(), 0.2,
+                                          policy.detach(),
                                           0.1, response_mask=torch.zeros(2, 3))
     loss.sum().backward()
     assert (loss == 0).all() and (policy.grad == 0).all() and set(metadata.values()) == {0.0}
@@ -1216,7 +1236,7 @@ def test_masked_means_by_hand():
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     assert starter.masked_mean(x, mask).item() == pytest.approx((1.5 + 4) / 2)
     assert starter.masked_mean_drgrpo(x, mask, 10).item() == pytest.approx(0.7 / 2)
-    assert starter.masked_mean(x, mask * 0).item() == starter.masked_mean_drgrpo(x, mask * 0, 5) == 0
+    assert starter.masked_mean(x, mask * 0) == starter.masked_mean_drgrpo(x, mask * 0, 5) == 0
     starter.masked_mean(x, mask).backward()
     assert x.grad.tolist() == [[0.25, 0.25, 0, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]]
     wanted = {"grpo": 2, "dr_grpo": 20, "dapo": 3}
@@ -1367,16 +1387,18 @@ def test_evaluation_counts_what_it_says():
 
 def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
     keys = ("entropy clip_fraction approx_kl ratio_mean ratio_max kl_penalty_mean logp_gap_mean "
-            "logp_gap_max kl_mean kl_max kl_min kl_clamped_frac policy_logp_mean ref_logp_mean").split()
+            "logp_gap_max kl_mean kl_max kl_min kl_clamped_frac policy_logp_mean "
+            "ref_logp_mean").split()
     parts = [dict.fromkeys(keys, 1.0) | {"n_tokens": 30, "response_kl": [0.5]},
              dict.fromkeys(keys, 4.0) | {"n_tokens": 10, "response_kl": [0.25, 0.125]},
              dict.fromkeys(keys, math.nan) | {"n_tokens": 0}]
     responses = [Response([1] * 4), Response([1] * 2, finished=False), Response([1]), Response([1])]
     texts = ["<answer>1</answer>", "5", "#### 5", ""]
-    metrics, response_kl = starter.step_metrics(parts, torch.tensor([1.0, 0.0, 0.1, 0.1]), responses,
+    metrics, response_kl = starter.step_metrics(parts, torch.tensor([1.0, 0.0, 0.1, 0.1]),
+                                                responses,
                                                 texts, [10, 11, 13, 17], settings_of(group_size=2))
     assert metrics["train/entropy"] == metrics["kl/mean"] == pytest.approx((30 + 40) / 40)
-    assert (metrics["kl/max"], metrics["kl/min"], metrics["rollout/logp_gap_max"]) == (4.0, 1.0, 4.0)
+    assert metrics["kl/max"] == metrics["rollout/logp_gap_max"] == 4 and metrics["kl/min"] == 1
     assert response_kl == [0.5, 0.25, 0.125]
     assert metrics["train/reward_mean"] == pytest.approx(0.3)
     assert metrics["train/reward_std"] == pytest.approx(np.std([1.0, 0.0, 0.1, 0.1]))
@@ -1519,10 +1541,14 @@ def test_every_hyperparameter_is_set_by_some_test():
 BAD_SETTINGS = [
     (["--kl_coeff=0.1"], "kl_coef?"), (["--Seed=1"], "seed?"), (["--learning_rate=1"], "--help"),
     (["lr=1e-5"], "--name=value"), (["--lr"], "--name=value"), (["-lr=1"], "--name=value"),
-    (["--lr=fast"], "--lr=fast: expected"), (["--seed=1.5"], "--seed=1.5: expected"), (["--seed=-1"], "seed"),
-    (["--use_kl_penalty=yes"], "--use_kl_penalty=yes: expected"), (["--seed=99999999999999999999"], "seed"),
-    (["--lr=0"], "lr must be"), (["--lr=nan"], "lr must be"), (["--kl_coef=inf"], "kl_coef must be"),
-    (["--group_size=1"], "group_size must be"), (["--rollout_batch_size=9"], "multiple of group_size"),
+    (["--lr=fast"], "--lr=fast: expected"), (["--seed=1.5"], "--seed=1.5: expected"),
+    (["--seed=-1"], "seed"),
+    (["--use_kl_penalty=yes"], "--use_kl_penalty=yes: expected"), (["--seed=99999999999999999999"],
+                                                                   "seed"),
+    (["--lr=0"], "lr must be"), (["--lr=nan"], "lr must be"), (["--kl_coef=inf"],
+                                                               "kl_coef must be"),
+    (["--group_size=1"], "group_size must be"), (["--rollout_batch_size=9"],
+                                                 "multiple of group_size"),
     (["--n_grpo_steps=0"], "n_grpo_steps must be"), (["--temperature=0"], "temperature must be"),
     (["--clip_range=1.5"], "clip_range must be"), (["--clip_range_high=-0.1"], "clip_range_high"),
     (["--loss_type=ppo"], "grpo, dr_grpo, dapo"), (["--min_tokens=50"], "min_tokens"),
@@ -1539,13 +1565,15 @@ BAD_SETTINGS = [
     (["--ref_update_every=5", KL, "--lora_rank=2"], "with lora_rank"),
     (["--eval_task=x.jsonl"], "task is countdown"), (["--task=no/such.jsonl"], "no/such.jsonl"),
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
-    (["--model_id=no/such/model"], "cannot load the model"), (["--resume=latest"], "no run to resume"),
-    (["--resume=no/such/run"], "no run to resume"), (["--out_dir=/dev/null/x"], "cannot write to out_dir")]
+    (["--model_id=no/such/model"], "cannot load the model"), (["--resume=latest"],
+                                                              "no run to resume"),
+    (["--resume=no/such/run"], "no run to resume"), (["--out_dir=/dev/null/x"],
+                                                     "cannot write to out_dir")]
 
 
 @pytest.mark.parametrize("arguments, words", BAD_SETTINGS, ids=lambda x: "".join(x)[:40])
-def test_bad_settings_are_one_line_and_nothing_is_written(run_main, tmp_path, monkeypatch, arguments,
-                                                          words):
+def test_bad_settings_are_one_line(run_main, tmp_path, monkeypatch, arguments, words):
+    """And nothing is written."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError) as error:
         run_main(*arguments)
@@ -1558,7 +1586,8 @@ def test_misspelled_names_suggest_the_closest_one_if_any_is_near():
     for name, wanted in (("clip_rnage", "did you mean clip_range"), ("learning_rate", "--help")):
         with pytest.raises(UserError, match=f"no hyperparameter {name}: {wanted}"):
             starter.override(cfg, {name: "1"})
-    starter.override(cfg, starter.read_arguments(["--lr", "1e-4", "--compile=true", "--prompt=a=b"]))
+    given = starter.read_arguments(["--lr", "1e-4", "--compile=true", "--prompt=a=b"])
+    starter.override(cfg, given)
     assert (cfg.lr, cfg.compile, cfg.prompt) == (1e-4, True, "a=b")
 
 
@@ -1619,8 +1648,8 @@ def test_quick_tests_pass_and_notice_broken_functions(monkeypatch, capsys):
 # ---- 8. End to end ---------------------------------------------------------------------------
 
 ALWAYS = {f"train/{name}" for name in (
-    "reward_mean reward_std loss grad_norm kl_penalty kl_coef clip_fraction entropy avg_output_tokens "
-    "truncated_frac answer_frac frac_groups_zero_std skipped_steps").split()} | {
+    "reward_mean reward_std loss grad_norm kl_penalty kl_coef clip_fraction entropy "
+    "avg_output_tokens truncated_frac answer_frac frac_groups_zero_std skipped_steps").split()} | {
     "rollout/logp_gap_mean", "rollout/logp_gap_max", "time/rollout", "time/train", "time/sync",
     "time/step", "perf/tokens_per_s"}
 EVALUATION = {"eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens"}
@@ -1633,7 +1662,8 @@ def check_run(folder, n_steps=3):
     assert [row["step"] for row in rows] == list(range(n_steps + 1))
     assert EVALUATION <= set(rows[0]) and EVALUATION <= set(rows[-1])
     for row in rows[1:]:
-        assert all(math.isfinite(value) for value in row.values()) and row["train/skipped_steps"] == 0
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["train/skipped_steps"] == 0
         if row["train/frac_groups_zero_std"] < 1:    # otherwise there was nothing to compute
             assert ALWAYS <= set(row) and row["rollout/logp_gap_mean"] < 1e-4
     settings = json.loads((folder / "config.json").read_text())
@@ -1648,10 +1678,11 @@ def test_a_run_with_kl_writes_all_its_records(run_main, tmp_path, capsys):
     folder = run_main(KL, "--lr=3e-3", "--inner_epochs=2")
     rows = check_run(folder)
     assert all(WITH_KL <= set(row) for row in rows[1:])
-    assert rows[1]["kl/min"] == pytest.approx(0, abs=1e-6) and rows[3]["kl/mean"] > rows[1]["kl/mean"] > 0
+    assert rows[1]["kl/min"] == pytest.approx(0, abs=1e-6)
+    assert rows[3]["kl/mean"] > rows[1]["kl/mean"] > 0
     assert [("eval/accuracy" in row) for row in rows] == [True, False, True, True]
     text = capsys.readouterr().out
-    assert re.search(r"Step 3 \| Loss: .* \| Grad norm: .* \| Reward mean: .* \| KL penalty: ", text)
+    assert re.search(r"Step 3 \| Loss: .* \| Grad norm: .* \| Reward mean: .* \| KL penalty", text)
     # TensorBoard: scalars of every step, settings, samples, hyperparameters.
     events = EventAccumulator(str(tmp_path / "out" / "tb" / folder.name))
     events.Reload()
@@ -1682,14 +1713,16 @@ def test_without_kl_there_are_no_kl_scalars_and_the_model_loads_anywhere(run_mai
     plain = AutoModelForCausalLM.from_pretrained(folder / "model")
     batch = make_groups()
     batch.input_ids, batch.labels = batch.input_ids % 256, batch.labels % 256
-    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels, response_mask=batch.mask)
+    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
+                                         response_mask=batch.mask)
     assert torch.allclose(got, plain_log_probs(plain, batch), atol=1e-4)
     assert AutoTokenizer.from_pretrained(folder / "model").encode("5") == tokenizer.encode("5")
     assert starter.is_tiny(str(folder / "model"))
 
 
 def test_training_raises_the_reward(run_main):
-    rows = rows_of(run_main("--n_grpo_steps=20", "--rollout_batch_size=64", "--group_size=8", "--lr=5e-4",
+    rows = rows_of(run_main("--n_grpo_steps=20", "--rollout_batch_size=64", "--group_size=8",
+                            "--lr=5e-4",
                             "--save_every=0", "--eval_every=100"))
     rewards = [row["train/reward_mean"] for row in rows[1:]]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.08, rewards
@@ -1723,7 +1756,8 @@ def check_no_checkpoint(rows, folder):
 
 
 OPTIONS = [
-    (["--inner_epochs=2", "--n_minibatches=2", "--gradient_accumulation_steps=3", "--loss_type=dapo",
+    (["--inner_epochs=2", "--n_minibatches=2", "--gradient_accumulation_steps=3",
+      "--loss_type=dapo",
       "--clip_range=0.001", "--clip_range_high=0.002", "--seed=7"], check_updates),
     (["--tokens_per_microbatch=40", "--loss_type=dr_grpo", "--use_std_normalization=False",
       "--advantage_eps=1e-4", "--temperature=0.7", "--min_tokens=2", "--max_grad_norm=0",
@@ -1741,7 +1775,7 @@ OPTIONS = [
      check_no_checkpoint)]
 
 
-@pytest.mark.parametrize("arguments, check", OPTIONS, ids=lambda x: x[0][2:] if isinstance(x, list) else "")
+@pytest.mark.parametrize("arguments, check", OPTIONS, ids=range(len(OPTIONS)))
 def test_options(run_main, save_folder, tmp_path, monkeypatch, arguments, check):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "task.jsonl", sums(range(60)))
@@ -1787,13 +1821,15 @@ def test_no_update_is_skipped_because_of_kl(run_main):
     assert rows[-1]["train/skipped_steps"] == 0
 
 
-def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(run_main, monkeypatch, tmp_path):
+def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(run_main, monkeypatch,
+                                                                         tmp_path):
     advantages, calls = starter.compute_group_normalized_advantages, []
 
     def bad(*arguments):
         result = advantages(*arguments)
         calls.append(len(calls))
-        return (result[0] * math.nan if len(calls) in (2, 4, 5, 6, 7, 8) else result[0]), *result[1:]
+        factor = math.nan if len(calls) in (2, 4, 5, 6, 7, 8) else 1.0
+        return result[0] * factor, *result[1:]
 
     monkeypatch.setattr(starter, "compute_group_normalized_advantages", bad)
     with pytest.raises(RunFailed, match="5 updates in a row"):
@@ -1831,7 +1867,8 @@ def test_weights_that_do_not_arrive_and_another_reference_are_noticed(run_main, 
         run_main(KL)
 
 
-def test_groups_with_equal_rewards_leave_the_weights_alone_to_the_bit(run_main, warm_folder, monkeypatch):
+def test_groups_with_equal_rewards_leave_the_weights_alone_to_the_bit(run_main, warm_folder,
+                                                                      monkeypatch):
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 0.1)
     after = weights_of(run_main())
     before = AutoModelForCausalLM.from_pretrained(warm_folder).state_dict()
@@ -1874,7 +1911,8 @@ def test_lora_is_merged_into_the_model_that_is_written(run_main):
     policy.load_state_dict(saved["weights"], strict=False)
     batch = make_groups()
     batch.input_ids, batch.labels = batch.input_ids % 256, batch.labels % 256
-    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels, response_mask=batch.mask)
+    got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
+                                         response_mask=batch.mask)
     plain = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert torch.allclose(got, plain_log_probs(plain, batch), atol=1e-4)
 
@@ -1901,8 +1939,9 @@ def test_equal_runs_beside_busy_processes_give_equal_numbers(run_main):
 
 
 def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_path, capsys):
-    """Also: a refreshed reference, the adaptive coefficient and the best score survive two resumes."""
-    arguments = [KL, "--ref_update_every=2", "--kl_adaptive=True", "--target_kl=1e-7", "--n_minibatches=2",
+    """Also: a refreshed reference and the adaptive coefficient survive two resumes."""
+    arguments = [KL, "--ref_update_every=2", "--kl_adaptive=True", "--target_kl=1e-7",
+                 "--n_minibatches=2",
                  "--lr=3e-3", "--n_grpo_steps=7"]
     whole = run_main(*arguments, out="whole")
     run_main(*arguments[:-1], "--n_grpo_steps=3", out="parts")
@@ -1971,24 +2010,25 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, whole_run, tm
     folder = tmp_path / "out" / "0001"
     shutil.copytree(whole_run.resolve(), folder)
     (folder / "checkpoint" / "step_00000012.pt").write_bytes(b"PK damaged")
-    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + '{"step": 13, "tr')
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "tr')
     assert script.run(tmp_path, "--resume=out/0001") == 0, script.text()
     assert "is damaged" in script.text() and "after step 10" in script.text()
     assert numbers_of(folder) == numbers_of(whole_run) and equal_weights(folder, whole_run)
 
 
-@pytest.mark.parametrize("limit", [500, 3000, 12_000,
-                                   1_000_000, 8_000_000])
+@pytest.mark.parametrize("limit", [500, 3000, 12_000, 1_000_000, 8_000_000])
 def test_a_full_disk_ends_the_run_in_one_line(script, warm_folder, tmp_path, limit):
     """No file may be larger than the limit: config, log, events, model or checkpoint cannot be
     written. Nothing that can be resumed is lost."""
     before = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
-    code = script.run(tmp_path, f"--model_id={warm_folder}", *LONG_RUN, "--n_grpo_steps=6", before=before)
+    code = script.run(tmp_path, f"--model_id={warm_folder}", *LONG_RUN, "--n_grpo_steps=6",
+                      before=before)
     lines = script.text().strip().splitlines()
-    # TensorBoard's own thread may print a traceback before our last line.
-    assert code in (1, 2) and script.text().count("Traceback") <= (limit in (3000, 12_000))
     errors = [line for line in lines if line.startswith("error")]
-    assert len(errors) == 1 and "cannot write" in errors[0], script.text()
+    assert code in (1, 2) and len(errors) == 1 and "cannot write" in errors[0], script.text()
+    # TensorBoard's own thread may complain before; nothing of ours does.
+    assert not any("starter.py" in line for line in lines if line.startswith("  File"))
 
 
 def close(got, wanted):
@@ -2001,9 +2041,11 @@ def close(got, wanted):
 
 def test_two_ranks_give_the_numbers_of_one(run_main, warm_folder, tmp_path):
     """The second run has one prompt: one of the ranks has no share of it, nor of the evaluation."""
-    runs = {"adapters": [KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2", "--n_minibatches=2",
+    runs = {"adapters": [KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2",
+                         "--n_minibatches=2",
                          "--rollout_batch_size=12", "--lr=1e-2"],
-            "share": [KL, "--rollout_batch_size=4", "--n_eval=1", "--n_minibatches=2", "--max_grad_norm=0.1",
+            "share": [KL, "--rollout_batch_size=4", "--n_eval=1", "--n_minibatches=2",
+                      "--max_grad_norm=0.1",
                       "--ref_update_every=2", "--loss_type=dapo"]}
     program = tmp_path / "program.py"
     program.write_text("import json, sys, starter\n"
@@ -2014,16 +2056,17 @@ def test_two_ranks_give_the_numbers_of_one(run_main, warm_folder, tmp_path):
                  for name, options in runs.items()]
     arguments.append([f"--resume={tmp_path / 'two_share' / 'latest'}", "--n_grpo_steps=4"])
     environment = os.environ | {"PYTHONPATH": str(HERE)}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc_per_node=2",
                     program, json.dumps(arguments)], check=True, env=environment, timeout=400)
     for name, options in runs.items():
         n_steps = 4 if name == "share" else 3
         alone = run_main(*options, f"--n_grpo_steps={n_steps}", out=name)
         got, wanted = numbers_of(tmp_path / f"two_{name}" / "latest"), numbers_of(alone)
         if name == "share":
-            for row in got + wanted:    # step 3 was the last one of the first part, and so evaluated
-                row.pop("eval/accuracy", None), row.pop("eval/mean_reward", None)
-                row.pop("eval/avg_output_tokens", None)
+            # Step 3 was the last one of the first part, and so evaluated.
+            for row, key in itertools.product(got + wanted, EVALUATION):
+                row.pop(key, None)
         close(got, wanted)
         first, second = weights_of(tmp_path / f"two_{name}" / "latest"), weights_of(alone)
         assert all(torch.allclose(first[key], second[key], atol=2e-4) for key in first)
@@ -2096,17 +2139,17 @@ def test_sample_measures_pass_at_k_and_talks(warm_folder, monkeypatch, capsys):
     options = [f"--model_id={warm_folder}", "--use_vllm=False", "--n_numbers=2", "--max_number=9"]
     sample.main([*options, "--n_eval=10", "--n_samples=8"])
     text = capsys.readouterr().out
-    shares = [float(re.search(rf"{name} +([0-9.]+) ", text)[1]) for name in ("pass@1", "pass@4", "pass@8")]
+    shares = [float(re.search(rf"pass@{k} +([0-9.]+) ", text)[1]) for k in (1, 4, 8)]
     assert 0.1 < shares[0] < shares[1] < shares[2] <= 1 and "right: " in text
-    lines = iter(["3 5=8:", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3 5=8:\n\n"))
     sample.main([*options, "--chat=True", "--temperature=0"])
     assert "model: <answer>" in capsys.readouterr().out
 
 
 def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
     run = subprocess.run(
-        [sys.executable, HERE / "bench.py", "--size=tiny", f"--model_dir={warm_folder}", "--prompts=2",
+        [sys.executable, HERE / "bench.py", "--size=tiny", f"--model_dir={warm_folder}",
+         "--prompts=2",
          "--group=2", "--new_tokens=4", "--steps=1", "--warmup=1"], capture_output=True, text=True,
         cwd=tmp_path, timeout=400)
     assert run.returncode == 0, run.stderr
@@ -2116,12 +2159,17 @@ def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
 def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
     import kl_sweep
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kl_sweep, "make_start", lambda folder, *rest: shutil.copytree(warm_folder, folder))
+    monkeypatch.setattr(kl_sweep, "make_start", lambda folder, *rest: shutil.copytree(warm_folder,
+                                                                                      folder))
     monkeypatch.setattr(kl_sweep, "COEFFICIENTS", (0.0, 0.1))
     monkeypatch.setattr(kl_sweep, "ESTIMATORS", {"exact": kl_sweep.ESTIMATORS["exact"]})
-    main = starter.main
+    # Fewer responses and fewer held-out problems.
+    main, read_task = starter.main, starter.read_task
+    monkeypatch.setattr(starter, "read_task",
+                        lambda cfg: setattr(cfg, "n_eval", 20) or read_task(cfg))
     monkeypatch.setattr(starter, "main", lambda argv: main([*argv, "--rollout_batch_size=16"]))
-    monkeypatch.setattr(sys, "argv", ["kl_sweep.py", "--steps=1", "--seeds=1", "--warm_start_steps=1"])
+    monkeypatch.setattr(sys, "argv", ["kl_sweep.py", "--steps=1", "--seeds=1",
+                                      "--warm_start_steps=1"])
     kl_sweep.main()
     table = (tmp_path / "assets" / "kl_sweep.md").read_text().splitlines()
     assert len(table) == 2 + 4 and "| start | " in table[2] and "exact" in table[5]

@@ -1,6 +1,6 @@
 """Make the tiny model: a byte-level Llama of 0.85 M parameters that has seen solved Countdown problems.
 
-    python tiny.py        writes the folder tiny/ (about a minute on two cores)
+    python tiny.py        writes the folder tiny/ (about two minutes on two cores)
 
 It is an ordinary model folder, for transformers, vLLM and `python starter.py --model_id=tiny`. The warm
 start teaches the form of an answer and some arithmetic; about one sampled answer in four is right. The
@@ -84,7 +84,7 @@ def warm_start(model, tokenizer, examples, steps, lr=4e-3):
 
 
 def main(folder="tiny", steps=300):
-    print(f"making the tiny model in {folder}/ (once, about a minute)", flush=True)
+    print(f"making the tiny model in {folder}/ (once, about two minutes)", flush=True)
     torch.use_deterministic_algorithms(True)
     model, tokenizer = make_model(), make_tokenizer()
     warm_start(model, tokenizer, countdown_examples, steps)
