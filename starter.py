@@ -2,16 +2,16 @@
 
     python starter.py                          train: Qwen3-1.7B on a GPU, a tiny model on a CPU
     python starter.py --lr=1e-5 --seed=1       set any hyperparameter; --help lists them
-    python starter.py --use_kl_penalty=True    add a KL penalty towards the starting model (KL.md)
+    python starter.py --lr=1e-5 --seed=1       set any hyperparameter; --help lists them
     python starter.py --use_kl_penalty=True    add a KL penalty towards the starting model: KL.md
     python starter.py --resume=latest          continue an interrupted run
     torchrun --standalone --nproc_per_node=8 starter.py        several GPUs
     tensorboard --logdir out/tb                watch the curves, read samples
     python sample.py                           chat with the trained model, or measure pass@k
 
-One step of GRPO: sample a group of responses to each prompt and reward them. Make the tokens of
-responses better than the mean of their group more likely, and of the others less likely, in small
-steps (PPO clipping) and not far from the start (KL penalty, whose gradient is right: KL.md).
+One step of GRPO: sample a group of responses to each prompt and reward them. Raise the probability
+of responses that beat the mean of their group and lower that of the others, in small steps (PPO
+clipping) and not far from the start (KL penalty; KL.md explains its gradient).
 
 Order: hyperparameters, training loop, then the parts as the loop uses them: 1 task, 2 policy,
 3 sampler, 4 loss, 5 records, 6 settings, 7 quick tests.
@@ -36,8 +36,9 @@ IS_LAUNCHED = "LOCAL_RANK" in os.environ
 RANK = int(os.environ["RANK"]) if IS_LAUNCHED else 0
 WORLD = int(os.environ["WORLD_SIZE"]) if IS_LAUNCHED else 1
 if IS_LAUNCHED:
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[int(os.environ["LOCAL_RANK"]):][:1])
+    gpus, local_rank = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["LOCAL_RANK"]
+    own_gpu = gpus.split(",")[int(local_rank):][:1] if gpus is not None else [local_rank]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpu)
 
 import ast, contextlib, copy, datetime, difflib, hashlib, html, json, math, operator, random, re
 import shutil, signal, tempfile, time, warnings, zipfile, zlib
@@ -114,7 +115,7 @@ def main(argv=None):
         task=task,                  # "countdown", or a JSONL file of problems
         eval_task="",               # a JSONL file to evaluate on; else rows of task are held out
         prompt=default_prompt(tiny, task),    # a template for problems without a prompt
-        n_numbers=3,                # Countdown: reach the target with so many numbers
+        n_numbers=3,                # Countdown: reach the target with this many numbers
         max_number=20 if tiny else 50,    # ... none of them larger than this
         operations="+-" if tiny else "+-*/",
         # rollout
@@ -134,8 +135,8 @@ def main(argv=None):
         max_grad_norm=1.0,          # 0: no clipping
         inner_epochs=1,             # passes over each rollout batch
         n_minibatches=1,            # optimizer steps per pass
-        gradient_accumulation_steps=1,    # at least so many microbatches per optimizer step,
-        tokens_per_microbatch=20480,      # each with about so many tokens at most
+        gradient_accumulation_steps=1,    # microbatches per optimizer step; more if one would
+        tokens_per_microbatch=20480,      # have more than about this many tokens
         # loss
         loss_type="grpo",           # "grpo": mean over each response, then over responses;
                                     # "dr_grpo": sum / max_tokens; "dapo": mean over all tokens
@@ -152,7 +153,7 @@ def main(argv=None):
         kl_adaptive=False,          # adjust kl_coef to keep the KL near target_kl
         target_kl=0.1,              # nats per token
         kl_warmup_steps=0,          # kl_coef rises linearly over these steps
-        ref_update_every=0,         # above 0: the policy becomes the reference this often
+        ref_update_every=0,         # above 0: steps between refreshes of the reference
         ref_offload=False,          # keep the reference in host memory
     )
     # ---- end of the hyperparameters ----------------------------------------------------------
@@ -220,22 +221,23 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         batch.advantages = advantages.to(policy.device)
         times.append(now(cfg.device))
 
-        # These log-probs stay fixed during the update.
         if can_sleep:
             llm.sleep(level=2)
         kl_now = state.kl_coef * min(1.0, step / max(1, cfg.kl_warmup_steps))
+        # These log-probs stay fixed during the update.
         if cfg.inner_epochs * cfg.n_minibatches > 1:
             batch.old_log_probs = score(policy, batch, cfg)
         if kl_now and cfg.kl_estimator != "exact":
             with adapters_off(ref_model):
                 batch.ref_log_probs = score(ref_model, batch, cfg)
 
-        # Update: one optimizer step per minibatch. Its gradient adds up over the microbatches.
+        # Update: one optimizer step per minibatch. Gradients accumulate over its microbatches.
         metadata, losses, grad_norms = [], [], []
         for rows in make_minibatches(cfg, step, first * cfg.group_size, len(responses)):
             divisor = sum(gather(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
-                # No advantage and no KL, so no gradient. Step 1 needs all rows for its checks.
+                # Rows without advantage have no gradient. A loss term for all rows, such as an
+                # entropy bonus, needs them all; so do the checks of step 1.
                 rows = [row for row in rows if advantages[row] != 0]
             microbatches = make_microbatches(batch, rows, cfg)
             losses.append(0.0)
@@ -307,7 +309,8 @@ def default_prompt(tiny, task):
 
 def reward_fn(generated_text, ground_truth):
     """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own:
-    ground_truth is a row of the JSONL file, or Countdown's numbers and target."""
+    ground_truth is a row of the JSONL file, or Countdown's numbers and target, with its prompt.
+    An exception stops the run; a reward of at least 0.9 counts as correct."""
     truth = {"answer": ground_truth} if isinstance(ground_truth, str) else ground_truth
     if "answer" in truth:
         answer = final_answer(generated_text)
@@ -373,7 +376,7 @@ def exact_value(node):
 
 
 def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operations="+-*"):
-    """A solvable Countdown problem. Its hash decides the split: no held-out one is trained on."""
+    """A solvable Countdown problem. A hash of it picks the split, so the splits are disjoint."""
     rng = random.Random(f"{seed}/{split}/{index}")
     for _ in range(100_000):
         numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
@@ -430,7 +433,7 @@ def read_jsonl(path, cfg):
             if not line.strip():
                 continue
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()    # real text, numbers
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()    # no NaN, bad unicode
             prompt = row["prompt"] if "prompt" in row else fill_template(cfg.prompt, row)
             chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             answer = str(row["answer"]).rpartition("####")[2].strip()
@@ -439,6 +442,8 @@ def read_jsonl(path, cfg):
             if not (is_answer and chat and all(map(str.strip, texts))):
                 raise ValueError("prompt or answer is missing")
             rows.append(row | {"prompt": prompt, "answer": answer})
+    except UserError as error:
+        raise UserError(f"{path}, line {number}: {error}") from None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         where = f"{path}, line {number}" if number else path
         raise UserError(f"{where}: {error!r}. A task is countdown, or a JSONL file "
@@ -466,7 +471,7 @@ class Task:
         rows, held_out = self.fitting(rows), self.fitting(eval_rows)
         prompts = {self.render(row) for row in eval_rows}
         if not eval_rows:
-            # The order of the hashes is random, and the same for every seed.
+            # Sorted by hash: a random order that does not depend on the seed.
             ordered = sorted({self.render(row) for row in rows},
                              key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
             prompts = set(ordered[:min(cfg.n_eval, max(1, len(ordered) // 5))])
@@ -489,7 +494,7 @@ class Task:
         return [row for row, length in zip(rows, lengths) if length <= limit]
 
     def problem(self, index):
-        if not self.training:
+        if self.cfg.task == "countdown":
             # tiny.py has trained on the problems before number 10,000,000.
             return countdown_problem(self.cfg, self.cfg.seed, 10_000_000 + index, "train")
         epoch, position = divmod(index, len(self.training))
@@ -513,8 +518,8 @@ def render_chat(prompt, tokenizer):
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not is_open,
-            continue_final_message=is_open, enable_thinking=False)    # Qwen3's long thoughts
-    except Exception as error:    # every template has complaints of its own
+            continue_final_message=is_open, enable_thinking=False)    # no Qwen3 thinking mode
+    except Exception as error:    # templates raise anything
         raise UserError(f"the chat template refuses {str(messages)[:200]} ({error})") from None
 
 
@@ -545,7 +550,7 @@ def make_tiny(model_id):
 def load(kind, model_id, **options):
     try:
         return kind.from_pretrained(model_id, trust_remote_code=False, **options)
-    except Exception as error:    # of many kinds
+    except Exception as error:    # loaders raise anything
         raise UserError(f"cannot load the model {model_id!r} ({str(error).strip()[:200]}): give a "
                         "hub name, or a folder of weights, config and tokenizer") from None
 
@@ -583,7 +588,7 @@ def to_compute_dtype(policy):
 
 
 def add_lora(policy, rank, seed):
-    """Train float32 adapters beside the linear layers, which are frozen, on a GPU in bf16."""
+    """Train float32 adapters; the weights beside them are frozen, on a GPU in bf16."""
     from peft import LoraConfig
     torch.manual_seed(seed)
     to_compute_dtype(policy)
@@ -616,7 +621,7 @@ def make_reference(policy, cfg):
 
 def refresh_reference(reference, policy, state):
     reference.load_state_dict(policy.state_dict())
-    # The adaptive coefficient forgets the old one.
+    # Restart the average of the adaptive coefficient.
     state.ref_step, state.kl_smooth, state.kl_reached = state.step, 0.0, False
 
 
@@ -626,7 +631,7 @@ def prepare(policy, cfg, is_reference=False):
     global chunk_stats
     layers = max((m for m in policy.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     if cfg.compile:
-        # A temperature that may vary would be computed on the CPU, which takes a minute to compile.
+        # A dynamic temperature would compile a CPU kernel, which takes a minute.
         torch._dynamo.config.specialize_float = True
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -669,8 +674,8 @@ def full_weights(policy):
 
 
 class Policy(torch.nn.Module):
-    """A language model that turns packed rows into log-probs. All that touches the weights happens
-    in forward(), as sharding requires."""
+    """A language model that turns packed rows into log-probs. Everything that reads the weights
+    happens in forward(), as sharding requires."""
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
@@ -709,7 +714,7 @@ LOGITS_PER_CHUNK = 2**28    # tokens x vocabulary: 1 GiB of float32
 
 def chunk_stats(hidden, head, targets, temperature, ref_hidden=None, ref_head=None):
     """-> log-prob of each target, entropy; with a reference also its log-prob of the target and the
-    exact KL: each [M]. Without a head, hidden are logits. A banned token, logit -inf, adds 0."""
+    exact KL: each [M]. Without a head, hidden are logits. Tokens with logit -inf add 0."""
     logits = at_least_float32(hidden if head is None else hidden @ head.T) / temperature    # [M, V]
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
@@ -721,7 +726,7 @@ def chunk_stats(hidden, head, targets, temperature, ref_hidden=None, ref_head=No
     ref_logits = at_least_float32(ref_hidden if ref_head is None else ref_hidden @ ref_head.T)
     policy, ref = logits - norm, (ref_logits / temperature).log_softmax(-1)
     log_ratio = torch.where(probs > 0, policy - ref, 0).detach().clamp(-LIMIT, LIMIT)
-    # The mean of grad log pi is 0, so the gradient of the KL is that of log_ratio * log pi.
+    # log_ratio is constant here: E[grad log pi] is 0, so this has the gradient of the KL.
     exact_kl = (policy.exp() * log_ratio).sum(-1)
     return log_probs, entropy, ref.gather(-1, targets[:, None])[:, 0], exact_kl
 
@@ -731,7 +736,7 @@ def at_least_float32(tensor):
 
 
 def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None):
-    """chunk_stats of the tokens in the mask: each [B, T], 0 elsewhere; of any model with logits"""
+    """chunk_stats of the tokens in the mask, of any model with logits: each [B, T], 0 elsewhere"""
     if isinstance(model, Policy):
         packed, reference = pack(input_ids, labels, mask), (None, None)
         if ref_model is not None:
@@ -767,7 +772,7 @@ class Packed(NamedTuple):
 
 
 def pack(input_ids, labels, mask):
-    """Of neighbouring rows with the same prompt only the first lays it down."""
+    """Consecutive rows with the same prompt share one copy of it."""
     ids, positions, key_slots, predictors, prompt, n = [], [], [], [], None, 0
     for row, row_mask in zip(input_ids.cpu(), mask.cpu()):
         places = row_mask.nonzero()[:, 0]
@@ -787,7 +792,7 @@ def pack(input_ids, labels, mask):
             key_slots.append(slots)
             n += len(own)
     if not ids:
-        # Sharded ranks compute together: one without rows computes a token that counts nowhere.
+        # Sharded ranks compute together: one without rows still computes a dummy token.
         ids = positions = key_slots = [torch.tensor([0])]
         predictors = [torch.tensor([], dtype=torch.long)]
     starts = [torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in (ids, key_slots)]
@@ -817,7 +822,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, cu
 
 
 AttentionInterface.register("packed", packed_attention)
-# torch 2.11 has no such argument and groups the heads by itself.
+# torch 2.11 has no enable_gqa argument.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
 
 
@@ -850,7 +855,7 @@ def check_packing(policy, model_id):
     ids = torch.arange(2, 66, device=policy.device).view(2, 32) % model.config.vocab_size
     ids[:, :4] = 1    # the prompt they share
     mask = torch.arange(32, device=policy.device).expand(2, 32) > 2
-    with contextlib.suppress(Exception):    # whatever an unusual model stumbles over
+    with contextlib.suppress(Exception):    # unusual models raise anything
         packed = get_response_log_probs(policy, ids, ids, response_mask=mask)
         model.set_attn_implementation("eager")
         plain = model(ids, use_cache=False).logits.log_softmax(-1).gather(-1, ids[:, :, None])
@@ -884,14 +889,15 @@ def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eage
         options = {"dtype": "bfloat16", "gpu_memory_utilization": gpu_mem_util,
                    "enable_sleep_mode": sleep, "enforce_eager": enforce_eager}
     else:
-        # A prompt cut in two would need a CPU generator to go back, so it must fit into a batch.
+        # Chunked prefill breaks seeded requests on a CPU, so a prompt must fit into a batch.
         options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
                    "enable_chunked_prefill": False,
                    "max_num_batched_tokens": max(4096, max_model_len)}
+    # vLLM reseeds the generators of its process, changes precision and threads, and replaces the
+    # function that sets them.
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
     try:
-        # vLLM reseeds the generators of its process and changes precision and threads.
-        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-        set_num_threads = torch.set_num_threads
         with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
             from vllm import LLM
             config.save_pretrained(folder)
@@ -907,9 +913,10 @@ def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eage
     except (ValueError, RuntimeError) as error:
         raise RunFailed(f"vLLM cannot start ({str(error)[:400]}). If memory is short: another "
                         "gpu_mem_util, a smaller max_tokens, or --use_vllm=False") from error
-    torch.set_float32_matmul_precision(precision)
-    torch.set_num_threads = set_num_threads
-    torch.set_num_threads(threads)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
     load_policy_into_vllm_instance(policy, llm)
     return llm
 
@@ -923,7 +930,7 @@ def load_policy_into_vllm_instance(policy, llm):
         return
     if policy.device.type == "cuda":
         llm.apply_model(lambda model: bool(model.load_weights(weights)))
-    else:    # this backend repacks its weights, so it must see the whole reload
+    else:    # the CPU backend repacks its weights after loading
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     if not llm.reset_prefix_cache():
         raise RunFailed("vLLM did not reset its prefix cache")
@@ -1030,9 +1037,9 @@ def checked_reward(reward_fn, response, truth):
     try:
         reward = float(reward_fn(response, truth))
         if not abs(reward) < 1e38:
-            raise ValueError(f"{reward} is no reward")
+            raise ValueError(f"{reward} is not a finite reward")
         return reward
-    except Exception as error:    # what helps is the response that caused it
+    except Exception as error:    # show the response that caused it
         raise UserError(f"reward_fn: {error!r} for the response {response[:300]!r}") from error
 
 
@@ -1181,12 +1188,13 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         else:
             value, slope = kl_value_and_slope(policy - ref, kl_estimator, kl_importance_weight)
             kl_term = (weight if kl_importance_weight else 1.0) * (value + slope * zero)
-            # What is logged. Without weight and caps its mean over samples of an older policy would
-            # estimate nothing.
+            # Logged. Without weight and caps, its mean off-policy would estimate nothing.
             kl_seen = weight * kl_value_and_slope(policy - ref, "k3")[0].clamp(max=LIMIT)
         if kl_in == "reward":
+            if kl_estimator != "k1":
+                raise UserError("KL in the reward needs kl_estimator=k1")
             # A token pays for its own k1 and for that of all tokens after it.
-            kl_term = compute_kl_divergence(policy, ref).detach()
+            kl_term = value
             advantages = advantages - kl_coef * kl_term.flip(1).cumsum(1).flip(1)
         stats |= {"kl_penalty_mean": kl_term, "kl_mean": kl_seen, "kl_max": kl_seen,
                   "kl_min": kl_seen, "policy_logp_mean": policy,
@@ -1274,10 +1282,10 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
         kl_estimator=kl_estimator, **loss_options)
     if divisor is None:
         divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
-    # The sum over rows of means, or the sum over tokens. The divisor makes a mean of it.
-    total = masked_mean(loss, mask) * mask.any(-1).sum() if loss_type == "grpo" else loss.sum()
-    total = total / max(divisor, 1e-9)
-    # All that is read back is read before the backward pass, which the GPU can then do alone.
+    if loss_type == "grpo":
+        loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
+    total = loss.sum() / max(divisor, 1e-9)
+    # Values are read back before the backward pass, so that the GPU is not waited for.
     metadata["n_tokens"], metadata["loss"] = int(mask.sum()), total.item()
     metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
     if kl_coef:
@@ -1300,8 +1308,8 @@ def update_weights(policy, optimizer, loss, cfg, state):
         return grad_norm
     state.skipped += 1
     state.skips_in_a_row += 1
-    print(f"!!! update skipped: loss {loss:g}, gradient norm {grad_norm:g}; the next one is made "
-          "with half the learning rate", flush=True)
+    print(f"!!! update skipped: loss {loss:g}, gradient norm {grad_norm:g}; halving the learning "
+          "rate for the next one", flush=True)
     if state.skips_in_a_row == 5:
         raise RunFailed("5 updates in a row were not finite: lower lr, or look for the cause")
     return grad_norm
@@ -1313,10 +1321,10 @@ def adapt_kl_coef(state, kl, cfg):
         return
     # Clip before smoothing: one wild batch must not count for long.
     before, state.kl_smooth = state.kl_smooth, (state.kl_smooth + min(kl, 5 * cfg.target_kl)) / 2
-    # The KL begins at 0: that is no reason to lower the coefficient.
+    # Do not lower the coefficient before the KL has first come near the target.
     state.kl_reached |= state.kl_smooth > 0.5 * cfg.target_kl
-    is_leaving = (state.kl_smooth > before) == (state.kl_smooth > cfg.target_kl)
-    if state.kl_reached and is_leaving:
+    is_diverging = (state.kl_smooth > before) == (state.kl_smooth > cfg.target_kl)
+    if state.kl_reached and is_diverging:
         if state.kl_smooth > 1.5 * cfg.target_kl:
             state.kl_coef *= 1.5
         elif state.kl_smooth < 0.5 * cfg.target_kl:
@@ -1339,7 +1347,7 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
                      "reward": checked_reward(reward_fn, text, problem)})
     rows = sum(gather(rows), [])
     rewards = np.array([row["reward"] for row in rows]).reshape(-1, params["n"])
-    metrics = {"eval/accuracy": float((rewards >= 0.9).mean()),    # 0.9: a length penalty is fine
+    metrics = {"eval/accuracy": float((rewards >= 0.9).mean()),
                "eval/mean_reward": float(rewards.mean()),
                "eval/avg_output_tokens": float(np.mean([row["tokens"] for row in rows]))}
     return metrics, rows[::params["n"]][:4], rewards
@@ -1347,7 +1355,7 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
 
 def evaluate(policy, llm, task, params, log, state):
     """Evaluate with one response per problem; keep the model if it is the best so far."""
-    metrics, samples, _ = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids)
+    metrics, samples, _ = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids, reward_fn)
     log_eval(log, state.step, metrics, samples)
     is_best = metrics["eval/mean_reward"] > state.best_reward
     state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
@@ -1408,7 +1416,8 @@ def check_agreement(metrics, metadata, cfg, step):
 
 
 class Log:
-    """metrics.jsonl, samples.jsonl and TensorBoard events of one run. Only rank 0 writes."""
+    """config.json, metrics.jsonl, samples.jsonl and TensorBoard events of a run. Rank 0 writes."""
+    in_use = None
 
     def __init__(self, folder, cfg, last_step=-1):
         self.folder, self.first_step, self.started = Path(folder), max(0, last_step), time.time()
@@ -1417,6 +1426,9 @@ class Log:
             return
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
+        Log.in_use = self.folder
+        with written_whole(self.folder / "config.json") as path:
+            path.write_text(json.dumps(vars(cfg) | {"resume": ""}, indent=1))
         for name in ("metrics.jsonl", "samples.jsonl"):    # a resumed run repeats some steps
             lines = [json.dumps(row) for row in self.rows(name) if row["step"] <= last_step]
             with written_whole(self.folder / name) as path:
@@ -1481,12 +1493,12 @@ def log_train(log, step, metrics, cfg):
             "sync {time/sync:.2f} s | ETA {eta:.1f} min")
     if "kl/mean" in m:
         line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
+        log.warn_once(m["kl/mean"] > 0.2, "KL above 0.2: far from the reference (KL.md)")
+        is_stuck = m["kl/mean"] < 1e-9 and step > 10 and not cfg.ref_update_every
+        log.warn_once(is_stuck, "KL is still 0: nothing moves (KL.md)")
     print(line.format(step=step, eta=seconds / 60, **m), flush=True)
-    kl = m.get("kl/mean", 0.1)
-    log.warn_once(kl > 0.2, "KL above 0.2: the policy is far from the reference (KL.md)")
-    log.warn_once(kl < 1e-9 and step > 10, "KL is still 0: nothing moves (KL.md)")
-    log.warn_once(m["train/frac_groups_zero_std"] == 1, "no group has different rewards: nothing "
-                  "to learn from")
+    log.warn_once(m["train/frac_groups_zero_std"] == 1, "all groups have equal rewards: there is "
+                  "nothing to learn from")
     log.warn_once(m["train/truncated_frac"] > 0.5, "most responses are cut off: raise max_tokens")
 
 
@@ -1495,7 +1507,7 @@ def log_eval(log, step, metrics, samples):
           f"Mean reward: {metrics['eval/mean_reward']:.3f}", flush=True)
     for i, sample in enumerate(samples if RANK == 0 else []):
         log.append("samples.jsonl", {"step": step} | sample)
-        text = "{prompt}\n--> {response}\nreward {reward}, right: {answer}".format(**sample)
+        text = "{prompt}\n--> {response}\nreward {reward}, expected: {answer}".format(**sample)
         log.tensorboard.add_text(f"sample {i}", f"<pre>{escape(text)}</pre>", step)
 
 
@@ -1510,6 +1522,8 @@ def written_whole(path):
     """A temporary path for a file or folder, renamed afterwards: `path` is never half written."""
     temporary, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
     try:
+        if old.exists() and not path.exists():    # killed between the two renames below
+            old.rename(path)
         for leftover in (temporary, old):
             shutil.rmtree(leftover, ignore_errors=True)
             leftover.unlink(missing_ok=True)
@@ -1592,7 +1606,7 @@ def catch_signals():
         received.append(number)
         print("\nstopping after this step; press Ctrl-C again to quit without saving", flush=True)
 
-    with contextlib.suppress(ValueError):    # only the main thread may
+    with contextlib.suppress(ValueError):    # signals need the main thread
         signal.signal(signal.SIGINT, handler)
         signal.signal(signal.SIGTERM, handler)
     return received
@@ -1600,8 +1614,8 @@ def catch_signals():
 
 # ---- 6. Settings: command line, checks, run folder -------------------------------------------
 
-FIXED_ON_RESUME = ("model_id", "task", "eval_task", "prompt", "seed", "lora_rank", "n_numbers",
-                   "max_number", "operations")
+FIXED_ON_RESUME = ("model_id", "task", "eval_task", "prompt", "seed", "lora_rank", "n_eval",
+                   "max_prompt_tokens", "n_numbers", "max_number", "operations")
 
 
 def read_arguments(argv):
@@ -1647,7 +1661,7 @@ def override(cfg, given):
 
 
 def check_settings(cfg):
-    """Impossible settings are one clear line now instead of a strange failure later."""
+    """Reject impossible settings early."""
     least = {"group_size": 2, "n_numbers": 2} | dict.fromkeys((
         "n_grpo_steps", "eval_every", "n_eval", "rollout_batch_size", "max_tokens",
         "max_prompt_tokens", "inner_epochs", "n_minibatches", "gradient_accumulation_steps",
@@ -1696,7 +1710,7 @@ def start_process_group(device):
 
 
 def make_run_folder(cfg, given):
-    """-> out/0003_lr=1e-4, new, with its config.json; out/latest points to it"""
+    """-> out/0003_lr=1e-4, a new folder; out/latest points to it"""
     out, name = Path(cfg.out_dir), None
     if RANK == 0:
         changes = ",".join(f"{key}={value}" for key, value in given.items() if key != "out_dir")
@@ -1705,15 +1719,14 @@ def make_run_folder(cfg, given):
             out.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
             name = f"{max(numbers, default=0) + 1:04d}{label}"
-            (out / name).mkdir()    # never one that exists
-            with written_whole(out / name / "config.json") as temporary:
-                temporary.write_text(json.dumps(vars(cfg), indent=1))
+            (out / name).mkdir()
             with written_whole(out / "latest") as temporary:
                 temporary.symlink_to(name)
         except (OSError, RunFailed) as error:
             raise UserError(f"cannot write to out_dir {cfg.out_dir!r} ({error})") from None
-    print(f"run folder: {out / gather(name)[0]}", flush=True)
-    return out / gather(name)[0]
+    folder = out / gather(name)[0]
+    print(f"run folder: {folder}", flush=True)
+    return folder
 
 
 # ---- 7. Quick tests, run before every training. The full tests are in test_starter.py --------
@@ -1786,6 +1799,7 @@ def test_microbatches():
 
 def run():
     """-> exit code. What a person can act on is one line; anything else keeps its traceback."""
+    hint = ""
     try:
         test_functions()
         main()
@@ -1793,22 +1807,24 @@ def run():
     except UserError as error:
         message, code = error, 2
     except RunFailed as error:
-        message, code = f"{error}\nThe last checkpoint is good: continue with --resume=latest", 1
+        message, code = error, 1
     except OSError as error:
-        message, code = f"cannot write ({error}). Is the disk full? Then --resume=latest", 1
+        message, code = f"cannot write or read: {error}", 1
     except torch.OutOfMemoryError:
         message, code = ("out of GPU memory. Try --gradient_checkpointing=True, --vllm_sleep=True, "
                          "--lora_rank=32, or a smaller gpu_mem_util or tokens_per_microbatch"), 1
     except KeyboardInterrupt:
-        message, code = "stopped at once: continue with --resume=latest", 130
-    print(f"error: {message}", file=sys.stderr, flush=True)
+        message, code = "stopped at once", 130
+    if code != 2 and Log.in_use:
+        hint = f"\nThe last checkpoint is good: python starter.py --resume={Log.in_use}"
+    print(f"error: {message}{hint}", file=sys.stderr, flush=True)
     return code
 
 
 if __name__ == "__main__":
     if RANK:
-        sys.stdout = open(os.devnull, "w")    # rank 0 speaks
+        sys.stdout = open(os.devnull, "w")    # only rank 0 prints
     exit_code = run()
     if exit_code or IS_LAUNCHED:
         sys.stdout.flush()
-        os._exit(exit_code)    # an orderly exit could wait for a rank that is gone
+        os._exit(exit_code)    # an orderly exit could wait for a dead rank
