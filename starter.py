@@ -416,12 +416,13 @@ def read_task(cfg):
     """-> (rows of task, rows of eval_task); for Countdown (none, different held-out problems)"""
     if cfg.task != "countdown":
         return read_jsonl(cfg.task, cfg), read_jsonl(cfg.eval_task, cfg) if cfg.eval_task else []
-    problems = {}
-    for index in range(20 * cfg.n_eval + 1000):
+    problems, index = {}, 0
+    while index < 1000 + 20 * len(problems):
         problem = countdown_problem(cfg, 0, index, "held-out")
         problems.setdefault((*sorted(problem["numbers"]), problem["target"]), problem)
         if len(problems) == cfg.n_eval:
             return [], list(problems.values())
+        index += 1
     raise UserError(f"n_eval={cfg.n_eval}, but only {len(problems)} problems were found: lower it")
 
 
@@ -551,7 +552,8 @@ def load(kind, model_id, **options):
     try:
         return kind.from_pretrained(model_id, trust_remote_code=False, **options)
     except Exception as error:    # loaders raise anything
-        raise UserError(f"cannot load the model {model_id!r} ({str(error).strip()[:200]}): give a "
+        reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
+        raise UserError(f"cannot load the model {model_id!r} ({reason}): give a "
                         "hub name, or a folder of weights, config and tokenizer") from None
 
 
@@ -897,6 +899,7 @@ def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eage
     # function that sets them.
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_num_threads = torch.set_num_threads
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
             from vllm import LLM
@@ -917,6 +920,8 @@ def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eage
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
     load_policy_into_vllm_instance(policy, llm)
     return llm
 
@@ -1266,9 +1271,11 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
     """Forward, loss, backward -> (part of the step's loss, metadata). divisor is loss_divisor() of
     the whole step; without it all microbatches are taken to be as large as this one."""
     mask = response_mask.bool() & (labels >= 0)
-    if ref_model is None and (ref_log_probs is None or kl_estimator == "exact"):
+    if ref_model is None and ref_log_probs is None:
         kl_coef = 0.0
     is_exact = bool(kl_coef) and kl_estimator == "exact"
+    if is_exact and ref_model is None:
+        raise UserError("the exact KL needs the reference model, not only its log-probs")
     log_probs, entropy, *exact = response_stats(policy, input_ids, labels, mask, temperature,
                                                 ref_model if is_exact else None)
     if is_exact:

@@ -1306,6 +1306,13 @@ def make_state(**changes):
                               "ref_step": 0, "best_reward": 0.0} | changes)
 
 
+def test_the_exact_kl_needs_the_reference_model():
+    ids, log_probs = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2)
+    with pytest.raises(UserError, match="reference model"):
+        starter.grpo_microbatch_step(None, ids, ids, ids + 1, torch.ones(1), 1, 0.2, kl_coef=0.1,
+                                     kl_estimator="exact", ref_log_probs=log_probs)
+
+
 def test_updates_are_clipped_warmed_up_and_skipped_when_not_finite(capsys):
     policy = torch.nn.Linear(2, 1, bias=False)
     start = policy.weight.detach().clone()
