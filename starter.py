@@ -40,8 +40,8 @@ if IS_LAUNCHED:
     own_gpu = gpus.split(",")[int(local_rank):][:1] if gpus is not None else [local_rank]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpu)
 
-import ast, contextlib, copy, datetime, difflib, hashlib, html, json, math, operator, random, re
-import shutil, signal, tempfile, time, warnings, zipfile, zlib
+import ast, contextlib, copy, datetime, difflib, functools, hashlib, html, json, math, operator
+import random, re, shutil, signal, tempfile, time, warnings, zipfile, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -470,15 +470,15 @@ class Task:
     def __init__(self, cfg, rows, eval_rows, tokenizer):
         self.cfg, self.tokenizer = cfg, tokenizer
         rows, held_out = self.fitting(rows), self.fitting(eval_rows)
+        rendered = [self.render(row) for row in rows]
         prompts = {self.render(row) for row in eval_rows}
         if not eval_rows:
             # Sorted by hash: a random order that does not depend on the seed.
-            ordered = sorted({self.render(row) for row in rows},
-                             key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+            ordered = sorted(set(rendered), key=lambda p: hashlib.sha256(p.encode()).digest())
             prompts = set(ordered[:min(cfg.n_eval, max(1, len(ordered) // 5))])
-            held_out = [row for row in rows if self.render(row) in prompts]
+            held_out = [row for row, prompt in zip(rows, rendered) if prompt in prompts]
         # No prompt, as the model sees it, is on both sides.
-        self.training = [row for row in rows if self.render(row) not in prompts]
+        self.training = [row for row, prompt in zip(rows, rendered) if prompt not in prompts]
         self.held_out = held_out[:cfg.n_eval]
         if not self.held_out or not (self.training or cfg.task == "countdown"):
             raise UserError("the task must leave problems to train on and problems held out")
@@ -499,8 +499,7 @@ class Task:
             # tiny.py has trained on the problems before number 10,000,000.
             return countdown_problem(self.cfg, self.cfg.seed, 10_000_000 + index, "train")
         epoch, position = divmod(index, len(self.training))
-        order = np.random.default_rng([self.cfg.seed, epoch]).permutation(len(self.training))
-        return self.training[order[position]]
+        return self.training[epoch_order(self.cfg.seed, epoch, len(self.training))[position]]
 
     def encode(self, problem):
         return self.tokenizer.encode(self.render(problem), add_special_tokens=False)
@@ -508,6 +507,11 @@ class Task:
     def render(self, problem):
         """-> the prompt as the model sees it"""
         return render_chat(problem["prompt"], self.tokenizer)
+
+
+@functools.lru_cache(2)    # the same for all problems of a step
+def epoch_order(seed, epoch, n):
+    return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 def render_chat(prompt, tokenizer):
