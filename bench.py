@@ -66,8 +66,7 @@ class Bench:
         # What is to be measured is wrapped.
         starter.init_vllm, starter.rollout_with_vllm = self.init_vllm, self.rollout_with_vllm
         starter.log_train = self.log_train
-        for name, phase in {"score": "ref_log_probs", "grpo_microbatch_step": "forward_backward",
-                            "update_weights": "optimizer"}.items():
+        for name, phase in {"score": "ref_log_probs", "update_weights": "optimizer"}.items():
             setattr(starter, name, functools.partial(self.timed, phase, getattr(starter, name)))
 
     def timed(self, phase, function, *args, **keywords):
@@ -99,6 +98,8 @@ class Bench:
         """Comes after every step. What is added to the metrics is written to metrics.jsonl."""
         self.original.log_train(log, step, metrics, cfg)
         self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        # Microbatches overlap, so they are not timed one by one.
+        self.seconds["forward_backward"] = metrics["time/train"] - sum(self.seconds.values())
         if self.options.bare:
             # vLLM alone on the same prompts: a rollout should not take much longer.
             from vllm import SamplingParams
@@ -115,7 +116,7 @@ def random_reward(text, problem):
 
 
 def no_evaluation(*args):
-    return dict.fromkeys(("eval/accuracy", "eval/mean_reward"), 0.0), [], None
+    return dict.fromkeys(("eval/accuracy", "eval/mean_reward"), 0.0), []
 
 
 def nothing(*args):
@@ -324,8 +325,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (starter.UserError, starter.RunFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, starter.UserError) else 1)
+    sys.exit(starter.run(main))

@@ -47,12 +47,12 @@ def measure(folder, start):
     policy, tokenizer = starter.init_policy(str(folder))
     ref, _ = starter.init_policy(str(start))
     sampler = starter.TorchSampler(policy)
-    cfg = SimpleNamespace(task="countdown", prompt=starter.SHORT_PROMPT, n_eval=500,
-                          max_prompt_tokens=32, **tiny.SIZE)
+    cfg = SimpleNamespace(task="countdown", n_eval=500, max_prompt_tokens=32, temperature=1.0,
+                          min_tokens=0, max_tokens=24, **vars(tiny.PROBLEMS))
     task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
-    params = starter.init_sampling_params(1.0, 0, 24, 1, policy.stop_ids)
-    metrics, _, _ = starter.evaluate_model(sampler, task, params, policy.stop_ids)
-    prompts = [task.encode(problem) for problem in task.held_out]
+    params = starter.init_sampling_params(cfg, 1, policy.stop_ids)
+    metrics, _ = starter.evaluate_model(sampler, task, params, policy.stop_ids)
+    prompts = [problem["prompt_ids"] for problem in task.held_out]
     responses = starter.rollout_with_vllm(sampler, prompts, params, 1, "kl")
     batch = starter.make_batch(prompts, responses)
     stats = starter.response_stats(policy, batch.input_ids, batch.labels, batch.mask, 1.0, ref)
@@ -137,8 +137,4 @@ def draw(mean, coefficients, coefficient, estimators, path):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except starter.UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(starter.run(main))

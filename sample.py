@@ -28,7 +28,8 @@ def read_settings(argv):
         raise starter.UserError(f"there is no trained model in {model_id}: run python starter.py "
                                 "first, or give --model_id a folder or a hub name")
     tiny = starter.is_tiny(model_id)
-    prompt = starter.default_prompt(tiny, given.get("task", "countdown"))
+    countdown = starter.SHORT_PROMPT if tiny else starter.LONG_PROMPT
+    prompt = starter.QUESTION_PROMPT if "task" in given else countdown
     cfg = SimpleNamespace(
         task="countdown", eval_task="", prompt=prompt, n_numbers=3, temperature=1.0, min_tokens=0,
         max_number=20 if tiny else 50, operations="+-" if tiny else "+-*/",
@@ -38,7 +39,8 @@ def read_settings(argv):
     if "n_grpo_steps" in run:
         starter.override(cfg, {name: run[name] for name in vars(cfg)})
     vars(cfg).update(model_id=model_id, device="cuda" if torch.cuda.is_available() else "cpu",
-                     use_vllm=True, gpu_mem_util=0.4, n_samples=8, n_eval=200, chat=False)
+                     use_vllm=True, gpu_mem_util=0.4, vllm_sleep=False, enforce_eager=False,
+                     n_samples=8, n_eval=200, chat=False)
     starter.override(cfg, given)
     for name in ("n_samples", "n_eval", "max_tokens", "max_prompt_tokens"):
         if getattr(cfg, name) < 1:
@@ -75,9 +77,10 @@ def printable(text):
 def evaluate(llm, task, params, stop_ids):
     n, n_problems = params["n"], len(task.held_out)
     print(f"sampling {n} responses to each of {n_problems} held-out problems ...", flush=True)
-    metrics, samples, rewards = starter.evaluate_model(llm, task, params, stop_ids)
+    metrics, rows = starter.evaluate_model(llm, task, params, stop_ids)
+    rewards = np.array([row["reward"] for row in rows]).reshape(-1, n)
     sample_format = "\n{prompt}\n--> {response}\nreward {reward}, right: {answer}"
-    for sample in samples[:2]:
+    for sample in rows[:2 * n:n]:
         print(printable(sample_format.format(**sample)))
     print(f"\n{'mean tokens':18} {metrics['eval/avg_output_tokens']:.1f}")
     show("mean reward", rewards.mean(1))
@@ -98,8 +101,11 @@ def chat(llm, tokenizer, params, stop_ids, max_prompt_tokens):
         except (EOFError, KeyboardInterrupt):
             break
         messages.append({"role": "user", "content": line})
-        ids = tokenizer.encode(starter.render_chat(messages, tokenizer), add_special_tokens=False)
-        if not line or len(ids) > max_prompt_tokens:
+        ids = []
+        if line.strip():
+            prompt = starter.render_chat(messages, tokenizer)
+            ids = tokenizer.encode(prompt, add_special_tokens=False)
+        if not ids or len(ids) > max_prompt_tokens:
             print(f"({'too long: ' if line else ''}this is a new conversation)")
             messages = []
             continue
@@ -113,23 +119,17 @@ def main(argv=None):
     cfg = read_settings(sys.argv[1:] if argv is None else argv)
     starter.make_tiny(cfg.model_id)
     policy, tokenizer = starter.init_policy(cfg.model_id, cfg.device)
-    params = starter.init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens,
-                                          cfg.n_samples, policy.stop_ids)
+    params = starter.init_sampling_params(cfg, cfg.n_samples, policy.stop_ids)
     if cfg.chat:
         # For one response at a time plain torch is fast enough.
         llm, context = starter.TorchSampler(policy), policy.model.config.max_position_embeddings
         chat(llm, tokenizer, params, policy.stop_ids, min(4096, context - cfg.max_tokens))
     else:
         task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
-        llm = starter.init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens,
-                                len(task.held_out) * cfg.n_samples, cfg.gpu_mem_util,
-                                use_vllm=cfg.use_vllm)
+        cfg.rollout_batch_size = len(task.held_out) * cfg.n_samples
+        llm = starter.init_vllm(policy, cfg)
         evaluate(llm, task, params, policy.stop_ids)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (starter.UserError, starter.RunFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, starter.UserError) else 1)
+    sys.exit(starter.run(main))

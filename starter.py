@@ -1,47 +1,42 @@
 """GRPO for language models in one file. Read it from top to bottom, edit main(), run it.
 
-    python starter.py                          train: Qwen3-1.7B on a GPU, a tiny model on a CPU
-    python starter.py --lr=1e-5 --seed=1       set any hyperparameter; --help lists them
-    python starter.py --lr=1e-5 --seed=1       set any hyperparameter; --help lists them
-    python starter.py --use_kl_penalty=True    add a KL penalty towards the starting model: KL.md
-    python starter.py --resume=latest          continue an interrupted run
-    torchrun --standalone --nproc_per_node=8 starter.py        several GPUs
-    tensorboard --logdir out/tb                watch the curves, read samples
-    python sample.py                           chat with the trained model, or measure pass@k
+    python starter.py                      train: Qwen3-1.7B on a GPU, a tiny model on a CPU
+    python starter.py --lr=1e-5 --seed=1   set any hyperparameter; --help lists them
+    python starter.py --resume=latest      continue an interrupted run
+    torchrun --nproc_per_node=8 starter.py
+    tensorboard --logdir out/tb            watch the curves, read samples
+    python sample.py                       measure the trained model, or chat with it
 
-One step of GRPO: sample a group of responses to each prompt and reward them. Raise the probability
-of responses that beat the mean of their group and lower that of the others, in small steps (PPO
-clipping) and not far from the start (KL penalty; KL.md explains its gradient).
+One step: sample a group of responses to each prompt and reward them. Raise the probability of
+responses that beat the mean of their group and lower that of the others, in small steps (PPO
+clipping) and not far from the start (KL penalty, see KL.md).
 
-Order: hyperparameters, training loop, then the parts as the loop uses them: 1 task, 2 policy,
-3 sampler, 4 loss, 5 records, 6 settings, 7 quick tests.
+The hyperparameters and the training loop come first, then its parts: 1 task, 2 policy, 3 sampler,
+4 loss, 5 records, 6 settings, 7 quick tests.
 """
 import os
 import sys
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before the slow imports
     with open(__file__, encoding="utf-8") as file:
         block = file.read().partition("\n    # ---- hyperparameters")[2]
     print(f"{__doc__}\nHyperparameters and their defaults:\n", block.partition("\n    # ----")[0])
     sys.exit()
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"    # the engine lives in this process
-for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    "TORCH_LOGS": "-all", "TRANSFORMERS_VERBOSITY": "error",
-                    "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
-                    "VLLM_HOST_IP": "127.0.0.1"}.items():
-    os.environ.setdefault(name, value)
-# torchrun starts one process, a rank, per GPU. Each is shown its own GPU only, as if alone.
-IS_LAUNCHED = "LOCAL_RANK" in os.environ
-RANK = int(os.environ["RANK"]) if IS_LAUNCHED else 0
-WORLD = int(os.environ["WORLD_SIZE"]) if IS_LAUNCHED else 1
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+for setting in ("VLLM_LOGGING_LEVEL=ERROR", "TORCH_CPP_LOG_LEVEL=ERROR", "TORCH_LOGS=-all",
+                "TRANSFORMERS_VERBOSITY=error", "TOKENIZERS_PARALLELISM=false",
+                "VLLM_NO_USAGE_STATS=1", "VLLM_HOST_IP=127.0.0.1"):
+    os.environ.setdefault(*setting.split("="))
+# torchrun starts one process, a rank, per GPU. Each is shown its own GPU only.
+IS_LAUNCHED, RANK, WORLD = "LOCAL_RANK" in os.environ, 0, 1
 if IS_LAUNCHED:
-    gpus, local_rank = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["LOCAL_RANK"]
-    own_gpu = gpus.split(",")[int(local_rank):][:1] if gpus is not None else [local_rank]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpu)
+    RANK, WORLD, local = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.split(",")[local:local + 1])
 
-import ast, contextlib, copy, datetime, difflib, functools, hashlib, html, json, math, operator
-import random, re, shutil, signal, tempfile, time, warnings, zipfile, zlib
+import ast, contextlib, copy, difflib, functools, hashlib, html, json, math, operator, random, re
+import shutil, signal, tempfile, time, warnings, zipfile, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,27 +45,27 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as whole_state
+import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig)
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.logging import disable_progress_bar
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 disable_progress_bar()
+print = functools.partial(print, flush=True)
 
 
 class UserError(ValueError):
-    """Something the user can put right. Shown as one line, exit code 2."""
+    """The user can put it right: one line, exit code 2."""
 
 
 class RunFailed(RuntimeError):
-    """The run cannot continue, its last checkpoint is good. Shown as one line, exit code 1."""
+    """The run cannot continue: one line, exit code 1."""
 
 
 def gather(value):
@@ -90,91 +85,88 @@ def share(items):
 def main(argv=None):
     given = read_arguments(sys.argv[1:] if argv is None else argv)
     gpu = torch.cuda.is_available()
-    gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if gpu else 0
     model_id = given.get("model_id", "Qwen/Qwen3-1.7B" if gpu else "tiny")
     task = given.get("task", "countdown")
     tiny = is_tiny(model_id)
     short = tiny and task == "countdown"
-    # ---- hyperparameters: any of them can be set as --name=value -----------------------------
+    # ---- hyperparameters: any of them can be set as --name=value ----
     cfg = SimpleNamespace(
         # model
-        model_id=model_id,          # a folder, a hub name, or "tiny", which is made on first use
+        model_id=model_id,  # a folder or a hub name; "tiny" is made on first use
         device="cuda" if gpu else "cpu",
-        lora_rank=0,                # above 0: train adapters of this rank, not all weights
-        gradient_checkpointing=not tiny and gpu_gib < 100,    # less memory, a quarter more time
-        compile=gpu and not tiny,   # torch.compile the decoder layers (minutes at the start)
+        lora_rank=0,  # above 0: train adapters of this rank, not all weights
+        gradient_checkpointing=not tiny,  # half the memory, a quarter more time
+        compile=gpu and not tiny,
         # run
         seed=42,
-        out_dir="out",              # every run gets a folder of its own here: out/0001, ...
-        resume="",                  # the folder of a run to continue, or "latest"
+        out_dir="out",  # each run has a folder here: out/0001, ...
+        resume="",  # the folder of a run to continue, or "latest"
         n_grpo_steps=100 if tiny else 200,
-        eval_every=20,              # steps between evaluations
-        n_eval=500 if tiny else 200,      # held-out problems
-        save_every=20 if tiny else 50,    # steps between checkpoints; 0: only on Ctrl-C
+        eval_every=20,  # steps
+        n_eval=500 if tiny else 200,  # held-out problems
+        save_every=20 if tiny else 50,  # steps between checkpoints; 0: only on Ctrl-C
         # task
-        task=task,                  # "countdown", or a JSONL file of problems
-        eval_task="",               # a JSONL file to evaluate on; else rows of task are held out
-        prompt=default_prompt(tiny, task),    # a template for problems without a prompt
-        n_numbers=3,                # Countdown: reach the target with this many numbers
-        max_number=20 if tiny else 50,    # ... none of them larger than this
+        task=task,  # "countdown", or a JSONL file of problems
+        eval_task="",  # a JSONL file to evaluate on; else rows of task are held out
+        prompt=SHORT_PROMPT if short else LONG_PROMPT if task == "countdown" else QUESTION_PROMPT,
+        n_numbers=3,  # of a Countdown problem
+        max_number=20 if tiny else 50,
         operations="+-" if tiny else "+-*/",
         # rollout
-        use_vllm=True,              # False: sample with plain torch
-        rollout_batch_size=256 if tiny else 128,    # responses per step
-        group_size=8,               # responses per prompt
+        use_vllm=True,  # False: sample with plain torch
+        rollout_batch_size=256 if tiny else 128,  # responses per step
+        group_size=8,  # responses per prompt
         temperature=1.0,
         min_tokens=0,
-        max_tokens=24 if short else 128 if tiny else 512,    # per response
+        max_tokens=24 if short else 512,  # per response
         max_prompt_tokens=32 if short else 256,
-        gpu_mem_util=0.4,           # vLLM's share of the GPU's memory
-        vllm_sleep=False,           # free that memory during the update
-        enforce_eager=False,        # True: vLLM starts faster and samples slower
+        gpu_mem_util=0.4,  # vLLM's share of the GPU's memory
+        vllm_sleep=False,  # free that memory during the update
+        enforce_eager=False,  # True: vLLM starts faster and samples slower
         # update
         lr=2e-4 if tiny else 1e-6,
-        warmup_steps=10,            # the learning rate rises linearly over these steps
-        max_grad_norm=1.0,          # 0: no clipping
-        inner_epochs=1,             # passes over each rollout batch
-        n_minibatches=1,            # optimizer steps per pass
-        gradient_accumulation_steps=1,    # microbatches per optimizer step; more if one would
-        tokens_per_microbatch=20480,      # have more than about this many tokens
+        warmup_steps=10,  # of the learning rate
+        max_grad_norm=1.0,  # 0: no clipping
+        inner_epochs=1,  # passes over each rollout batch
+        n_minibatches=1,  # optimizer steps per pass
+        gradient_accumulation_steps=1,  # microbatches per optimizer step; more if one would
+        tokens_per_microbatch=20480,  # have more than about this many tokens
         # loss
-        loss_type="grpo",           # "grpo": mean over each response, then over responses;
-                                    # "dr_grpo": sum / max_tokens; "dapo": mean over all tokens
+        loss_type="grpo",  # mean over each response, then over responses;
+        # "dr_grpo": sum / max_tokens; "dapo": mean over all tokens
         clip_range=0.2,
-        clip_range_high=0.0,        # upper clip range (DAPO: 0.28); 0: the same as clip_range
-        use_std_normalization=True,       # divide advantages by the group's standard deviation
+        clip_range_high=0.0,  # upper clip range (DAPO: 0.28); 0: the same as clip_range
+        use_std_normalization=True,  # divide advantages by the group's standard deviation
         advantage_eps=1e-6,
         # KL penalty towards the starting model: KL.md
         use_kl_penalty=False,
         kl_coef=0.01,
-        kl_estimator="k3",          # "k1", "k2", "k3", or "exact" (over the whole vocabulary)
+        kl_estimator="k3",  # "k1", "k2", "k3", or "exact" (over the whole vocabulary)
         kl_importance_weight=True,  # False: the plain formula, which has another gradient
-        kl_in="loss",               # or "reward", with k1
-        kl_adaptive=False,          # adjust kl_coef to keep the KL near target_kl
-        target_kl=0.1,              # nats per token
-        kl_warmup_steps=0,          # kl_coef rises linearly over these steps
-        ref_update_every=0,         # above 0: steps between refreshes of the reference
-        ref_offload=False,          # keep the reference in host memory
+        kl_in="loss",  # or "reward", with k1
+        kl_adaptive=False,  # adjust kl_coef to keep the KL near target_kl
+        target_kl=0.1,  # nats per token
+        kl_warmup_steps=0,  # of kl_coef
+        ref_update_every=0,  # above 0: steps between refreshes of the reference
+        ref_offload=False,  # keep the reference in host memory
     )
-    # ---- end of the hyperparameters ----------------------------------------------------------
+    # ---- end of the hyperparameters ----
     override(cfg, given)
     check_settings(cfg)
     start_process_group(cfg.device)
     rows, eval_rows = read_task(cfg)
     make_tiny(cfg.model_id)
-    task = Task(cfg, rows, eval_rows, init_tokenizer(cfg.model_id))
+    policy, tokenizer = init_policy(cfg.model_id, cfg.device, cfg.gradient_checkpointing)
+    task = Task(cfg, rows, eval_rows, tokenizer)
     saved = load_checkpoint(cfg.resume) if cfg.resume else None
 
-    policy, tokenizer = init_policy(cfg.model_id, cfg.device, cfg.gradient_checkpointing)
-    n_parameters = sum(parameter.numel() for parameter in policy.parameters())
-    print(f"{cfg.model_id}: {n_parameters / 1e6:.2f} M parameters on {WORLD} x {cfg.device}, "
-          f"{cfg.rollout_batch_size // cfg.group_size} x {cfg.group_size} responses per step")
+    n_parameters = sum(p.numel() for p in policy.parameters()) / 1e6
+    print(f"{cfg.model_id}: {n_parameters:.2f} M parameters on {WORLD} x {cfg.device}")
     if cfg.lora_rank:
         add_lora(policy, cfg.lora_rank, cfg.seed)
     ref_model = make_reference(policy, cfg) if cfg.use_kl_penalty and cfg.kl_coef else None
-    prepare(policy, cfg)
-    llm = init_vllm(policy, cfg.max_prompt_tokens + cfg.max_tokens, cfg.rollout_batch_size // WORLD,
-                    cfg.gpu_mem_util, cfg.enforce_eager, cfg.vllm_sleep, cfg.use_vllm)
+    compile_and_shard(policy, cfg)
+    llm = init_vllm(policy, cfg)
 
     folder = cfg.resume or make_run_folder(cfg, given)
     log = Log(folder, cfg, saved["state"]["step"] if saved else -1)
@@ -189,11 +181,9 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     state = SimpleNamespace(step=0, skipped=0, skips_in_a_row=0, best_reward=-math.inf, ref_step=0,
-                            kl_coef=kl_coef, kl_coef_set=kl_coef, kl_smooth=0.0, kl_reached=False)
-    params = init_sampling_params(cfg.temperature, cfg.min_tokens, cfg.max_tokens, cfg.group_size,
-                                  policy.stop_ids)
+                            kl_coef=kl_coef, kl_coef_set=kl_coef, kl_smooth=0.0)
+    params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
     n_prompts = cfg.rollout_batch_size // cfg.group_size
-    can_sleep = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
     signals = catch_signals()
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
@@ -205,112 +195,102 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         step = state.step = state.step + 1
         times = [now(cfg.device)]
 
-        # Rollout: group_size responses to each prompt.
+        # Rollout
         indices, first = share(range((step - 1) * n_prompts, step * n_prompts))
         problems = [task.problem(index) for index in indices]
-        prompts = [task.encode(problem) for problem in problems]
+        prompts = [problem["prompt_ids"] for problem in problems]
         responses = rollout_with_vllm(llm, prompts, params, cfg.seed, step, first)
         texts = [decode(tokenizer, response.ids, policy.stop_ids) for response in responses]
 
-        # Reward: an advantage is how much better a response is than the mean of its group.
+        # Reward: an advantage is how much better a response is than the mean of its group
         advantages, rewards, _ = compute_group_normalized_advantages(
             texts, repeat(problems, cfg.group_size), reward_fn, cfg.group_size, cfg.advantage_eps,
             cfg.use_std_normalization)
-        prompts = repeat(prompts, cfg.group_size)
-        batch = make_batch(prompts, responses, policy.device, cfg.min_tokens)
-        batch.advantages = advantages.to(policy.device)
+        batch = make_batch(repeat(prompts, cfg.group_size), responses, cfg.min_tokens)
+        batch.advantages = advantages
         times.append(now(cfg.device))
 
-        if can_sleep:
+        if cfg.vllm_sleep:
             llm.sleep(level=2)
         kl_now = state.kl_coef * min(1.0, step / max(1, cfg.kl_warmup_steps))
-        # These log-probs stay fixed during the update.
+        # Log-probs that stay fixed during the update
         if cfg.inner_epochs * cfg.n_minibatches > 1:
             batch.old_log_probs = score(policy, batch, cfg)
         if kl_now and cfg.kl_estimator != "exact":
             with adapters_off(ref_model):
                 batch.ref_log_probs = score(ref_model, batch, cfg)
 
-        # Update: one optimizer step per minibatch. Gradients accumulate over its microbatches.
+        # Update: an optimizer step per minibatch, whose gradient adds up over microbatches
         metadata, losses, grad_norms = [], [], []
         for rows in make_minibatches(cfg, step, first * cfg.group_size, len(responses)):
             divisor = sum(gather(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
-                # Rows without advantage have no gradient. A loss term for all rows, such as an
-                # entropy bonus, needs them all; so do the checks of step 1.
+                # Without advantage there is no gradient. (An entropy bonus would need these rows.)
                 rows = [row for row in rows if advantages[row] != 0]
             microbatches = make_microbatches(batch, rows, cfg)
-            losses.append(0.0)
             optimizer.zero_grad()
+            loss = 0.0
             for i, micro_rows in enumerate(microbatches):
-                keep_gathered(policy, i + 1 < len(microbatches))
+                if WORLD == 1 and cfg.device == "cuda":  # keep the bf16 weights until the last
+                    policy.set_reshard_after_backward(i + 1 == len(microbatches))
                 micro = select(batch, micro_rows)
                 _, micro_metadata = grpo_microbatch_step(
                     policy, micro.input_ids, micro.labels, micro.mask, micro.advantages,
                     len(microbatches), cfg.clip_range, cfg.loss_type, cfg.max_tokens, ref_model,
-                    kl_now, divisor=divisor / WORLD,    # fully_shard averages over the ranks
+                    kl_now, divisor=divisor / WORLD,  # fully_shard averages over the ranks
                     old_log_probs=micro.old_log_probs, ref_log_probs=micro.ref_log_probs,
                     rollout_log_probs=micro.rollout_log_probs, temperature=cfg.temperature,
                     clip_range_high=cfg.clip_range_high or None, kl_estimator=cfg.kl_estimator,
                     kl_importance_weight=cfg.kl_importance_weight, kl_in=cfg.kl_in)
-                losses[-1] += micro_metadata["loss"]
+                loss += micro_metadata["loss"]
                 metadata.append(micro_metadata)
-            losses[-1] = sum(gather(losses[-1])) / WORLD
+            losses.append(sum(gather(loss)) / WORLD)
             grad_norms.append(update_weights(policy, optimizer, losses[-1], cfg, state))
         times.append(now(cfg.device))
 
-        # Sync: the sampler gets the new weights.
-        if can_sleep:
+        # Sync
+        if cfg.vllm_sleep:
             llm.wake_up(tags=["weights"])
         load_policy_into_vllm_instance(policy, llm)
-        if can_sleep:
+        if cfg.vllm_sleep:
             llm.wake_up(tags=["kv_cache"])
         times.append(now(cfg.device))
 
+        # Log, evaluate, save
         metrics, response_kl = step_metrics(metadata, rewards, responses, texts, times, cfg)
-        metrics |= {"train/loss": float(np.mean(losses)), "train/kl_coef": kl_now,
-                    "train/grad_norm": float(np.mean(grad_norms)),
-                    "train/skipped_steps": state.skipped}
+        metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
+                    "train/kl_coef": kl_now, "train/skipped_steps": state.skipped}
         check_agreement(metrics, metadata, cfg, step)
         log_train(log, step, metrics, cfg)
         if cfg.kl_adaptive and kl_now:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
         if cfg.ref_update_every and step % cfg.ref_update_every == 0:
             refresh_reference(ref_model, policy, state)
-        if step % cfg.eval_every == 0 or step == cfg.n_grpo_steps:
+        is_last, is_interrupted = step == cfg.n_grpo_steps, any(gather(len(signals)))
+        if step % cfg.eval_every == 0 or is_last:
             metrics |= evaluate(policy, llm, task, params, log, state)
         log.write(step, metrics, response_kl)
-
-        is_interrupted = any(gather(len(signals)))
-        is_due = cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_grpo_steps)
-        if is_due or is_interrupted:
+        if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             save_checkpoint(log.folder, policy, optimizer, ref_model, state)
         if is_interrupted:
             break
     return state.step
 
 
-# ---- 1. Task: problems, prompts, answers, reward ---------------------------------------------
+# ---- 1. Task: problems, prompts, answers, reward ----
 
 SHORT_PROMPT = "{numbers}={target}:"
 QUESTION_PROMPT = "{question} Think step by step, then give the answer as <answer>...</answer>."
-COUNTDOWN_PROMPT = (
+LONG_PROMPT = (
     "Using the numbers {numbers}, write an expression that equals {target}. Use each number "
     "exactly once, with the operations {operations} and parentheses. Think step by step inside "
     "<think> </think> tags, briefly, then give only the expression inside <answer> </answer> tags, "
     "for example <answer>(1 + 2) * 3</answer>.")
 
 
-def default_prompt(tiny, task):
-    if task != "countdown":
-        return QUESTION_PROMPT
-    return SHORT_PROMPT if tiny else COUNTDOWN_PROMPT
-
-
 def reward_fn(generated_text, ground_truth):
     """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own:
-    ground_truth is a row of the JSONL file, or Countdown's numbers and target, with its prompt.
-    An exception stops the run; a reward of at least 0.9 counts as correct."""
+    ground_truth is the problem, a dict. A reward of at least 0.9 counts as correct."""
     truth = {"answer": ground_truth} if isinstance(ground_truth, str) else ground_truth
     if "answer" in truth:
         answer = final_answer(generated_text)
@@ -338,7 +318,7 @@ def extract_answer(text, pattern=TAGS):
 def final_answer(text):
     r"""-> the last of <answer>...</answer>, \boxed{...} and `#### ...`, or None"""
     answer = extract_answer(text, f"{TAGS}|{BOX}|{HASHES}")
-    inner = extract_answer(answer or "", f"{TAGS}|{BOX}")    # <answer>\boxed{5}</answer>
+    inner = extract_answer(answer or "", f"{TAGS}|{BOX}")  # <answer>\boxed{5}</answer>
     return answer if inner is None else inner
 
 
@@ -362,7 +342,7 @@ def evaluate_expression(text, numbers):
     if not is_plain or sorted(map(int, re.findall("[0-9]+", text))) != sorted(numbers):
         return None
     try:
-        return exact_value(ast.parse(text.strip(), mode="eval").body)    # parsed, never run
+        return exact_value(ast.parse(text.strip(), mode="eval").body)  # parsed, never run
     except (SyntaxError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError):
         return None
 
@@ -370,27 +350,27 @@ def evaluate_expression(text, numbers):
 def exact_value(node):
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp):
-        return OPERATIONS[type(node.op)](exact_value(node.operand))
-    return OPERATIONS[type(node.op)](exact_value(node.left), exact_value(node.right))
+    parts = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return OPERATIONS[type(node.op)](*map(exact_value, parts))
 
 
-def make_problem(seed, index, split="train", n_numbers=3, max_number=9, operations="+-*"):
-    """A solvable Countdown problem. A hash of it picks the split, so the splits are disjoint."""
+def make_problem(cfg, seed, index, split="train"):
+    """A solvable Countdown problem. A hash of it picks the split."""
     rng = random.Random(f"{seed}/{split}/{index}")
     for _ in range(100_000):
-        numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
-        solution, target = random_expression(rng, numbers, operations)
+        numbers = [rng.randint(1, cfg.max_number) for _ in range(cfg.n_numbers)]
+        solution, target = random_expression(rng, numbers, cfg.operations)
         is_held_out = zlib.crc32(f"{sorted(numbers)}={target}".encode()) % 5 == 0
         if 0 < target < 100 and is_held_out == (split != "train"):
-            return {"numbers": numbers, "target": target, "solution": solution,
-                    "operations": " ".join(operations)}
+            problem = {"numbers": numbers, "target": target, "solution": solution,
+                       "operations": " ".join(cfg.operations)}
+            return problem | {"prompt": fill_template(cfg.prompt, problem)}
     raise UserError("these n_numbers, max_number and operations give no Countdown problem")
 
 
 def random_expression(rng, numbers, operations):
-    """Join random parts until one is left. -> (text, value); value 0 if a division fails"""
-    parts = [(str(n), n, 9) for n in numbers]    # (text, value, how tightly it binds)
+    """Join random parts until one is left. -> (text, value), or ("", 0)"""
+    parts = [(str(n), n, 9) for n in numbers]  # (text, value, how tightly it binds)
     while len(parts) > 1:
         left, x, left_binding = parts.pop(rng.randrange(len(parts)))
         right, y, right_binding = parts.pop(rng.randrange(len(parts)))
@@ -407,23 +387,22 @@ def random_expression(rng, numbers, operations):
     return parts[0][:2]
 
 
-def countdown_problem(cfg, seed, index, split):
-    problem = make_problem(seed, index, split, cfg.n_numbers, cfg.max_number, cfg.operations)
-    return problem | {"prompt": fill_template(cfg.prompt, problem)}
+def fill_template(template, problem):
+    fields = dict(problem)
+    if isinstance(fields.get("numbers"), list):
+        fields["numbers"] = " ".join(map(str, fields["numbers"]))
+    try:
+        return template.format(**fields)
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"the fields {', '.join(problem)} do not fill the prompt ({error!r}): "
+                        "set --prompt") from None
 
 
 def read_task(cfg):
-    """-> (rows of task, rows of eval_task); for Countdown (none, different held-out problems)"""
-    if cfg.task != "countdown":
-        return read_jsonl(cfg.task, cfg), read_jsonl(cfg.eval_task, cfg) if cfg.eval_task else []
-    problems, index = {}, 0
-    while index < 1000 + 20 * len(problems):
-        problem = countdown_problem(cfg, 0, index, "held-out")
-        problems.setdefault((*sorted(problem["numbers"]), problem["target"]), problem)
-        if len(problems) == cfg.n_eval:
-            return [], list(problems.values())
-        index += 1
-    raise UserError(f"n_eval={cfg.n_eval}, but only {len(problems)} problems were found: lower it")
+    """-> (rows of task, rows of eval_task); for Countdown (none, held-out problems)"""
+    if cfg.task == "countdown":
+        return [], [make_problem(cfg, 0, index, "held-out") for index in range(cfg.n_eval)]
+    return read_jsonl(cfg.task, cfg), read_jsonl(cfg.eval_task, cfg) if cfg.eval_task else []
 
 
 def read_jsonl(path, cfg):
@@ -434,34 +413,20 @@ def read_jsonl(path, cfg):
             if not line.strip():
                 continue
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()    # no NaN, bad unicode
-            prompt = row["prompt"] if "prompt" in row else fill_template(cfg.prompt, row)
-            chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            answer = str(row["answer"]).rpartition("####")[2].strip()
-            texts = [message[key] for message in chat for key in ("role", "content")] + [answer]
-            is_answer = type(row["answer"]) in (str, int, float)
-            if not (is_answer and chat and all(map(str.strip, texts))):
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, bad unicode
+            row["prompt"] = row["prompt"] if "prompt" in row else fill_template(cfg.prompt, row)
+            chat = [{"role": "user", "content": row["prompt"]}]
+            if isinstance(row["prompt"], list):
+                chat = row["prompt"]
+            texts = [message[key].strip() for message in chat for key in ("role", "content")]
+            texts.append(str(row["answer"]).rpartition("####")[2].strip())
+            if len(texts) < 3 or not all(texts) or type(row["answer"]) not in (str, int, float):
                 raise ValueError("prompt or answer is missing")
-            rows.append(row | {"prompt": prompt, "answer": answer})
-    except UserError as error:
-        raise UserError(f"{path}, line {number}: {error}") from None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        where = f"{path}, line {number}" if number else path
-        raise UserError(f"{where}: {error!r}. A task is countdown, or a JSONL file "
-                        'with one {"prompt": text or [{"role": "user", "content": ...}, ...], '
-                        '"answer": ...} per line') from None
+            rows.append(row | {"answer": texts[-1]})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: {error!r}. A task is countdown, or a JSONL file: "
+                        '{"prompt": text or chat messages, "answer": ...} in each line') from None
     return rows
-
-
-def fill_template(template, problem):
-    fields = dict(problem)
-    if isinstance(fields.get("numbers"), list):
-        fields["numbers"] = " ".join(map(str, fields["numbers"]))
-    try:
-        return template.format(**fields)
-    except (LookupError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"the fields {', '.join(problem)} do not fill the prompt "
-                        f"{template[:50]!r} ({error!r}): set --prompt") from None
 
 
 class Task:
@@ -470,61 +435,57 @@ class Task:
     def __init__(self, cfg, rows, eval_rows, tokenizer):
         self.cfg, self.tokenizer = cfg, tokenizer
         rows, held_out = self.fitting(rows), self.fitting(eval_rows)
-        rendered = [self.render(row) for row in rows]
-        prompts = {self.render(row) for row in eval_rows}
         if not eval_rows:
-            # Sorted by hash: a random order that does not depend on the seed.
-            ordered = sorted(set(rendered), key=lambda p: hashlib.sha256(p.encode()).digest())
-            prompts = set(ordered[:min(cfg.n_eval, max(1, len(ordered) // 5))])
-            held_out = [row for row, prompt in zip(rows, rendered) if prompt in prompts]
+            # A random order that does not depend on the seed
+            rows.sort(key=lambda row: hashlib.sha256(row["rendered"].encode()).digest())
+            held_out = rows[:min(cfg.n_eval, max(1, len(rows) // 5))]
         # No prompt, as the model sees it, is on both sides.
-        self.training = [row for row, prompt in zip(rows, rendered) if prompt not in prompts]
+        prompts = {row["rendered"] for row in held_out}
+        self.training = [row for row in rows if row["rendered"] not in prompts]
         self.held_out = held_out[:cfg.n_eval]
         if not self.held_out or not (self.training or cfg.task == "countdown"):
-            raise UserError("the task must leave problems to train on and problems held out")
-        if self.training:
-            print(f"{len(self.training)} problems to train on, {len(self.held_out)} held out")
+            raise UserError("too few problems to train on some and hold out others")
 
     def fitting(self, rows):
-        """-> the rows whose prompt is not too long"""
-        limit, lengths = self.cfg.max_prompt_tokens, [len(self.encode(row)) for row in rows]
-        n_long = sum(length > limit for length in lengths)
-        if n_long:
-            print(f"!!! left out: {n_long} of {len(rows)} prompts have more than {limit} tokens; "
-                  f"--max_prompt_tokens={max(lengths)} keeps all", flush=True)
-        return [row for row, length in zip(rows, lengths) if length <= limit]
+        """-> the rows with their prompts encoded, without those that are too long"""
+        limit, rows = self.cfg.max_prompt_tokens, [self.encode(row) for row in rows]
+        kept = [row for row in rows if len(row["prompt_ids"]) <= limit]
+        if len(kept) < len(rows):
+            longest = max(len(row["prompt_ids"]) for row in rows)
+            print(f"!!! left out: {len(rows) - len(kept)} of {len(rows)} prompts have more than "
+                  f"{limit} tokens; --max_prompt_tokens={longest} keeps all")
+        return kept
+
+    def encode(self, problem):
+        rendered = render_chat(problem["prompt"], self.tokenizer)
+        ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+        return problem | {"rendered": rendered, "prompt_ids": ids}
 
     def problem(self, index):
         if self.cfg.task == "countdown":
             # tiny.py has trained on the problems before number 10,000,000.
-            return countdown_problem(self.cfg, self.cfg.seed, 10_000_000 + index, "train")
+            return self.encode(make_problem(self.cfg, self.cfg.seed, 10_000_000 + index))
         epoch, position = divmod(index, len(self.training))
         return self.training[epoch_order(self.cfg.seed, epoch, len(self.training))[position]]
 
-    def encode(self, problem):
-        return self.tokenizer.encode(self.render(problem), add_special_tokens=False)
 
-    def render(self, problem):
-        """-> the prompt as the model sees it"""
-        return render_chat(problem["prompt"], self.tokenizer)
-
-
-@functools.lru_cache(2)    # the same for all problems of a step
+@functools.lru_cache(2)  # the same for all problems of a step
 def epoch_order(seed, epoch, n):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 def render_chat(prompt, tokenizer):
+    """-> the prompt as the model sees it"""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
         text = "\n".join(message["content"] for message in messages)
         return f"{tokenizer.bos_token or ''}{text}\n"
-    is_open = messages[-1]["role"] == "assistant"    # a turn for the model to continue
+    is_open = messages[-1]["role"] == "assistant"  # a turn for the model to continue
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not is_open,
-            continue_final_message=is_open, enable_thinking=False)    # no Qwen3 thinking mode
-    except Exception as error:    # templates raise anything
+            continue_final_message=is_open, enable_thinking=False)  # no Qwen3 thinking mode
+    except Exception as error:  # templates raise anything
         raise UserError(f"the chat template refuses {str(messages)[:200]} ({error})") from None
 
 
@@ -534,10 +495,10 @@ def decode(tokenizer, ids, stop_ids):
     return tokenizer.decode([token for token in ids if token not in dropped])
 
 
-# ---- 2. Policy: loading, LoRA, sharding; packed rows and their log-probs ---------------------
+# ---- 2. Policy: loading, LoRA, sharding; packed rows and their log-probs ----
 
 def is_tiny(model_id):
-    """Is it the model of tiny.py, or one trained from it? Its config.json says so."""
+    """Is it the model of tiny.py, or one trained from it?"""
     path = Path(model_id, "config.json")
     return model_id == "tiny" or (path.is_file() and b'"is_tiny"' in path.read_bytes())
 
@@ -549,34 +510,21 @@ def make_tiny(model_id):
         except ImportError:
             raise UserError("tiny.py is missing: choose a model with --model_id") from None
         tiny.main()
-    gather(None)    # the other ranks wait
-
-
-def load(kind, model_id, **options):
-    try:
-        return kind.from_pretrained(model_id, trust_remote_code=False, **options)
-    except Exception as error:    # loaders raise anything
-        reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
-        raise UserError(f"cannot load the model {model_id!r} ({reason}): give a "
-                        "hub name, or a folder of weights, config and tokenizer") from None
-
-
-def init_tokenizer(model_id):
-    tokenizer = load(AutoTokenizer, model_id)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {model_id!r} has no eos_token: no response could end")
-    return tokenizer
+    gather(None)  # the other ranks wait
 
 
 def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     """-> (policy with float32 weights, tokenizer)"""
-    tokenizer = init_tokenizer(model_id)
-    model = load(AutoModelForCausalLM, model_id, dtype=torch.float32, attn_implementation="packed")
-    # Policy, old policy and reference must be the same function: no dropout.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_id, dtype=torch.float32, attn_implementation="packed", trust_remote_code=False)
+    except Exception as error:  # loaders raise anything
+        reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
+        raise UserError(f"cannot load the model {model_id!r}: {reason}") from None
     for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
-                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):  # policy and reference must be the same function
+            module.p = 0.0
     end = model.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
     policy = Policy(model, sorted(stop_ids)).to(device).train()
@@ -587,7 +535,7 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
 
 
 def to_compute_dtype(policy):
-    """For weights that are not trained. Buffers stay float32: they encode positions."""
+    """For frozen weights. Buffers stay float32: they encode positions."""
     for parameter in policy.parameters():
         parameter.data = parameter.data.to(policy.compute_dtype)
     return policy
@@ -607,8 +555,7 @@ def add_lora(policy, rank, seed):
 @contextlib.contextmanager
 def adapters_off(model):
     """With LoRA the reference is the policy without its adapters."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else []
-    layers = [module for module in modules if hasattr(module, "lora_A")]
+    layers = [layer for layer in getattr(model, "modules", list)() if hasattr(layer, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True
     yield
@@ -621,19 +568,17 @@ def make_reference(policy, cfg):
     if cfg.lora_rank:
         return policy
     reference = to_compute_dtype(copy.deepcopy(policy).eval().requires_grad_(False))
-    prepare(reference, cfg, is_reference=True)
+    compile_and_shard(reference, cfg, is_reference=True)
     return reference
 
 
 def refresh_reference(reference, policy, state):
     reference.load_state_dict(policy.state_dict())
-    # Restart the average of the adaptive coefficient.
-    state.ref_step, state.kl_smooth, state.kl_reached = state.step, 0.0, False
+    state.ref_step, state.kl_smooth = state.step, 0.0  # the adaptive coefficient starts again
 
 
-def prepare(policy, cfg, is_reference=False):
-    """Compile the layers, then spread the weights over all GPUs, or keep them on one: float32
-    weights and gradients, bf16 compute."""
+def compile_and_shard(policy, cfg, is_reference=False):
+    """Spread the weights over all GPUs, or keep them on one: stored in float32, used in bf16."""
     global chunk_stats
     layers = max((m for m in policy.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     if cfg.compile:
@@ -647,7 +592,7 @@ def prepare(policy, cfg, is_reference=False):
         return
     options = {"mesh": dist.init_device_mesh(cfg.device, (WORLD,)),
                "reshard_after_forward": is_reference or WORLD > 1}
-    if cfg.device != "cpu":
+    if cfg.device == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if is_reference and cfg.ref_offload:
         options["offload_policy"] = CPUOffloadPolicy()
@@ -655,18 +600,12 @@ def prepare(policy, cfg, is_reference=False):
         fully_shard(module, **options)
 
 
-def keep_gathered(policy, keep):
-    """On one GPU the bf16 weights stay from microbatch to microbatch until the optimizer steps."""
-    if WORLD == 1 and hasattr(policy, "set_reshard_after_backward"):
-        policy.set_reshard_after_backward(not keep)
-
-
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def full_weights(policy):
-    """-> (name, tensor) of all weights as vLLM names them, gathered from all ranks, LoRA merged"""
+    """-> (name, tensor) of all weights, gathered from all ranks, LoRA merged"""
     weights = policy.model.state_dict()
     for name, tensor in weights.items():
         if ".lora_" in name:
@@ -680,8 +619,8 @@ def full_weights(policy):
 
 
 class Policy(torch.nn.Module):
-    """A language model that turns packed rows into log-probs. Everything that reads the weights
-    happens in forward(), as sharding requires."""
+    """A language model that turns packed rows into log-probs. All that reads the weights happens
+    in forward(), as sharding requires."""
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
@@ -696,32 +635,30 @@ class Policy(torch.nn.Module):
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def forward(self, packed, temperature=1.0, ref_hidden=None, ref_head=None, only_hidden=False):
-        """-> the tensors of chunk_stats for the M targets. The logits never exist whole."""
-        hidden = self.model.base_model(
-            input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False,
-            cu_seq_lens_q=packed.query_starts, cu_seq_lens_k=packed.key_starts,
-            max_length_q=packed.longest, key_slots=packed.key_slots).last_hidden_state[0]
-        hidden = hidden.index_select(0, packed.predictors)    # [N, H] -> [M, H]
+        """-> chunk_stats of the M targets. The logits never exist whole."""
+        inputs, predictors, targets = packed
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]  # [N, H]
+        hidden = hidden.index_select(0, predictors)  # [M, H]
         if only_hidden:
             return hidden
-        head, chunks = self.model.get_output_embeddings().weight, []    # [V, H]
+        head, chunks = self.model.get_output_embeddings().weight, []  # [V, H]
         size = max(1, LOGITS_PER_CHUNK // len(head))
         for start in range(0, max(1, len(hidden)), size):
             part = slice(start, start + size)
             ref_part = None if ref_hidden is None else ref_hidden[part]
             # The backward pass computes the logits again instead of keeping them.
-            chunks.append(checkpoint(chunk_stats, hidden[part], head, packed.targets[part],
-                                     temperature, ref_part, ref_head, use_reentrant=False))
+            chunks.append(checkpoint(chunk_stats, hidden[part], head, targets[part], temperature,
+                                     ref_part, ref_head, use_reentrant=False))
         return [torch.cat(pieces) for pieces in zip(*chunks)]
 
 
-LOGITS_PER_CHUNK = 2**28    # tokens x vocabulary: 1 GiB of float32
+LOGITS_PER_CHUNK = 2**28  # tokens x vocabulary: 1 GiB of float32
 
 
 def chunk_stats(hidden, head, targets, temperature, ref_hidden=None, ref_head=None):
     """-> log-prob of each target, entropy; with a reference also its log-prob of the target and the
     exact KL: each [M]. Without a head, hidden are logits. Tokens with logit -inf add 0."""
-    logits = at_least_float32(hidden if head is None else hidden @ head.T) / temperature    # [M, V]
+    logits = at_least_float32(hidden if head is None else hidden @ head.T) / temperature  # [M, V]
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
     with torch.no_grad():
@@ -744,16 +681,17 @@ def at_least_float32(tensor):
 def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None):
     """chunk_stats of the tokens in the mask, of any model with logits: each [B, T], 0 elsewhere"""
     if isinstance(model, Policy):
-        packed, reference = pack(input_ids, labels, mask), (None, None)
+        packed, reference = pack(input_ids, labels, mask, model.device), (None, None)
         if ref_model is not None:
             with torch.no_grad(), adapters_off(ref_model):
-                head = ref_model.model.get_output_embeddings().weight
-                reference = ref_model(packed, only_hidden=True), full(head.to(mask.device))
+                head = full(ref_model.model.get_output_embeddings().weight.to(model.device))
+                reference = ref_model(packed, only_hidden=True), head
         stats = model(packed, temperature, *reference)
     else:
         ref_logits = None if ref_model is None else ref_model(input_ids).logits[mask].detach()
         logits = model(input_ids).logits[mask]
         stats = chunk_stats(logits, None, labels[mask], temperature, ref_logits)
+    mask = to_device(mask, stats[0].device)
     return [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in stats]
 
 
@@ -765,47 +703,44 @@ def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temp
     return response_stats(model, input_ids, labels, mask, temperature)[0]
 
 
-class Packed(NamedTuple):
-    """R rows laid end to end: N tokens, M of them before a response token."""
-    ids: torch.Tensor             # [N]
-    positions: torch.Tensor       # [N] position of each token in its row
-    query_starts: torch.Tensor    # [R + 1] where the tokens of a row begin
-    key_starts: torch.Tensor      # [R + 1] where a row begins in key_slots
-    key_slots: torch.Tensor       # [K] which tokens a row attends to: its prompt's and its own
-    predictors: torch.Tensor      # [M] the token before each target
-    targets: torch.Tensor         # [M] the response tokens
-    longest: int
+def to_device(tensor, device):
+    """From pinned memory, so that the copy does not wait for the GPU."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
-def pack(input_ids, labels, mask):
-    """Consecutive rows with the same prompt share one copy of it."""
-    ids, positions, key_slots, predictors, prompt, n = [], [], [], [], None, 0
-    for row, row_mask in zip(input_ids.cpu(), mask.cpu()):
-        places = row_mask.nonzero()[:, 0]
+def pack(input_ids, labels, mask, device):
+    """Lay rows end to end; neighbours with the same prompt share one copy of it. -> (arguments of
+    the model, predictors [M]: the tokens before response tokens, targets [M]: response tokens)"""
+    ids, positions, predictors, prompt = [], [], [], None
+    query_starts, key_starts, key_slots = [0], [0], []
+    for row, places in zip(input_ids.tolist(), map(torch.nonzero, mask.cpu())):
         if len(places) == 0:
             continue
-        is_shared = prompt is not None and torch.equal(row[:places[0] + 1], prompt)
-        own = torch.arange(len(prompt) if is_shared else 0, places[-1] + 1)
-        slots = torch.arange(n, n + len(own))
-        if is_shared:
-            slots = torch.cat([prompt_slots, slots])
-        else:
-            prompt, prompt_slots = row[:places[0] + 1], slots[:places[0] + 1]
-        predictors.append(slots[places])
-        if len(own):    # a response of one token to a shared prompt has none
-            ids.append(row[own])
-            positions.append(own)
-            key_slots.append(slots)
-            n += len(own)
+        first, end = int(places[0]) + 1, int(places[-1]) + 1  # of the response, of the row
+        is_shared = row[:first] == prompt
+        begin = first if is_shared else 0
+        own = range(len(ids), len(ids) + end - begin)
+        slots = [*prompt_slots, *own] if is_shared else list(own)
+        prompt, prompt_slots = row[:first], slots[:first]
+        predictors += [slots[place] for place in places]
+        if own:  # a response of one token to a shared prompt has none
+            ids += row[begin:end]
+            positions += range(begin, end)
+            key_slots += slots
+            query_starts.append(len(ids))
+            key_starts.append(len(key_slots))
     if not ids:
         # Sharded ranks compute together: one without rows still computes a dummy token.
-        ids = positions = key_slots = [torch.tensor([0])]
-        predictors = [torch.tensor([], dtype=torch.long)]
-    starts = [torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in (ids, key_slots)]
-    longest = max(map(len, key_slots))
-    ids, positions, key_slots, predictors = map(torch.cat, (ids, positions, key_slots, predictors))
-    tensors = (ids, positions, *starts, key_slots, predictors)
-    return Packed(*(tensor.to(mask.device) for tensor in tensors), labels[mask], longest)
+        ids, positions, key_slots, query_starts, key_starts = [0], [0], [0], [0, 1], [0, 1]
+    inputs = {"input_ids": [ids], "position_ids": [positions],  # [1, N], position in its row
+              "key_slots": key_slots,  # [K] which tokens the rows attend to, row after row
+              "cu_seq_lens_q": query_starts, "cu_seq_lens_k": key_starts}  # [R + 1]
+    inputs = {name: to_device(torch.tensor(numbers, dtype=torch.int32), device)
+              for name, numbers in (inputs | {"predictors": predictors}).items()}
+    inputs["max_length_q"] = max(end - start for start, end in zip(key_starts, key_starts[1:]))
+    return inputs, inputs.pop("predictors"), to_device(labels[mask], device)
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None,
@@ -813,10 +748,10 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, cu
                      **options):
     """Attention over packed rows: in each the last query sees all keys, the one before it all but
     the last, and so on. query, key, value: [1, heads, N, d]"""
-    if cu_seq_lens_q is None:    # a plain call of the model
+    if cu_seq_lens_q is None:  # a plain call of the model
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
                                       **options)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))    # [N, heads, d]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, d]
     starts = (cu_seq_lens_q, cu_seq_lens_k)
     if q.is_cuda and q.dtype == torch.bfloat16:
         window = (sliding_window - 1 if sliding_window else -1, 0)
@@ -833,25 +768,17 @@ GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_
 
 
 def padded_attention(q, k, v, query_starts, key_starts, key_slots, scaling, window):
-    """The same without flash attention: rows padded on the left, so that their ends line up."""
-    n_queries, n_keys = query_starts.diff()[:, None], key_starts.diff()[:, None]    # [R, 1]
-    query_at = torch.arange(-int(n_queries.max()), 0, device=q.device)    # [Q]: ..., -2, -1
-    key_at = torch.arange(-int(n_keys.max()), 0, device=q.device)         # [K]
-    is_query, is_key = query_at >= -n_queries, key_at >= -n_keys          # [R, Q], [R, K]
-    sees = key_at <= query_at[:, None]                                    # [Q, K]
-    if window:
-        sees = sees & (key_at > query_at[:, None] - window)
-    # A query of the padding sees everything: one that sees nothing would be NaN.
-    sees = (sees & is_key[:, None]) | ~is_query[:, :, None]               # [R, Q, K]
-    slots = key_slots[(key_starts[1:, None] + key_at).clamp(min=0)]       # [R, K]
-    queries = q.new_zeros(*is_query.shape, *q.shape[1:])                  # [R, Q, heads, d]
-    queries = queries.masked_scatter(is_query[:, :, None, None], q)
-    keys, values = (x.index_select(0, slots.flatten()).view(*slots.shape, *x.shape[1:])
-                    for x in (k, v))                                      # [R, K, heads, d]
-    out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (queries, keys, values)), sees[:, None], scale=scaling,
-        enable_gqa=True)
-    return out.transpose(1, 2)[is_query]
+    """The same without flash attention: every row whole, its prompt included, padded at its end."""
+    n_keys, n_own = key_starts.diff()[:, None], query_starts.diff()[:, None]  # [R, 1]
+    place = torch.arange(int(n_keys.max()), device=q.device)  # [L]
+    is_key = place < n_keys  # [R, L]
+    slots = key_slots.new_zeros(is_key.shape).masked_scatter(is_key, key_slots)
+    q, k, v = (x.index_select(0, slots.flatten()).view(*slots.shape, *x.shape[1:]).transpose(1, 2)
+               for x in (q, k, v))  # [R, heads, L, d]
+    distance = place[:, None] - place  # [L, L]
+    sees = (distance >= 0) & (distance < (window or math.inf))
+    out = F.scaled_dot_product_attention(q, k, v, sees, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2)[is_key & (place >= n_keys - n_own)]
 
 
 @torch.no_grad()
@@ -859,9 +786,9 @@ def check_packing(policy, model_id):
     """Two short packed rows must give the log-probs of the model's own forward pass."""
     model, error = policy.model, math.inf
     ids = torch.arange(2, 66, device=policy.device).view(2, 32) % model.config.vocab_size
-    ids[:, :4] = 1    # the prompt they share
+    ids[:, :4] = 1  # the prompt they share
     mask = torch.arange(32, device=policy.device).expand(2, 32) > 2
-    with contextlib.suppress(Exception):    # unusual models raise anything
+    with contextlib.suppress(Exception):  # unusual models raise anything
         packed = get_response_log_probs(policy, ids, ids, response_mask=mask)
         model.set_attn_implementation("eager")
         plain = model(ids, use_cache=False).logits.log_softmax(-1).gather(-1, ids[:, :, None])
@@ -872,94 +799,83 @@ def check_packing(policy, model_id):
                         "attention and a plain output layer, such as Llama, Qwen3 or Mistral")
 
 
-# ---- 3. Sampler: vLLM in this process, or plain torch where it is missing --------------------
+# ---- 3. Sampler: vLLM in this process, or plain torch where it is missing ----
 
 class Response(NamedTuple):
-    ids: list                # token ids, the end token included
-    logps: list = ()         # the sampler's log-prob of each
-    mask: list = None        # which tokens the model chose; None: all of them
-    finished: bool = True    # False: cut off at max_tokens
+    ids: list  # token ids, the end token included
+    logps: list = ()  # the sampler's log-prob of each
+    mask: list = None  # which tokens the model chose; None: all of them
+    finished: bool = True  # False: cut off at max_tokens
 
 
-def init_vllm(policy, max_model_len, n_responses, gpu_mem_util=0.4, enforce_eager=False,
-              sleep=False, use_vllm=True):
-    context = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    if max_model_len > context:
-        raise UserError(f"max_prompt_tokens + max_tokens is {max_model_len}, the context {context}")
-    if not use_vllm:
-        return TorchSampler(policy)
-    print("starting vLLM ...", flush=True)
+def init_vllm(policy, cfg):
     config = copy.deepcopy(policy.model.config)
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    if policy.device.type == "cuda":
-        options = {"dtype": "bfloat16", "gpu_memory_utilization": gpu_mem_util,
-                   "enable_sleep_mode": sleep, "enforce_eager": enforce_eager}
+    config.architectures = [type(policy.model).__name__]
+    max_model_len = cfg.max_prompt_tokens + cfg.max_tokens
+    if max_model_len > getattr(config, "max_position_embeddings", math.inf):
+        raise UserError(f"max_prompt_tokens + max_tokens is {max_model_len}, but the context of "
+                        f"this model is {config.max_position_embeddings}")
+    if not cfg.use_vllm:
+        return TorchSampler(policy)
+    print("starting vLLM ...")
+    # More than 512 sequences at once are slower: they have no CUDA graphs. A tied output layer can
+    # go stale in a sync, so it gets weights of its own.
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
+               "max_model_len": max_model_len, "logprobs_mode": "processed_logprobs",
+               "max_num_seqs": min(512, max(64, cfg.rollout_batch_size // WORLD)),
+               "disable_log_stats": True, "hf_overrides": {"tie_word_embeddings": False}}
+    if cfg.device == "cuda":
+        options |= {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
+                    "enable_sleep_mode": cfg.vllm_sleep, "enforce_eager": cfg.enforce_eager}
     else:
         # Chunked prefill breaks seeded requests on a CPU, so a prompt must fit into a batch.
-        options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
-                   "enable_chunked_prefill": False,
-                   "max_num_batched_tokens": max(4096, max_model_len)}
-    # vLLM reseeds the generators of its process, changes precision and threads, and replaces the
-    # function that sets them.
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    set_num_threads = torch.set_num_threads
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+        options |= {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
+                    "enable_chunked_prefill": False,
+                    "max_num_batched_tokens": max(4096, max_model_len)}
     try:
-        with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:
             from vllm import LLM
             config.save_pretrained(folder)
-            # CUDA graphs are captured for up to 512 sequences; more at once are slower. A tied
-            # output layer can go stale in a sync, so it gets weights of its own.
-            llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, seed=0,
-                      max_model_len=max_model_len, max_num_seqs=min(512, max(64, n_responses)),
-                      logprobs_mode="processed_logprobs", disable_log_stats=True,
-                      hf_overrides={"tie_word_embeddings": False}, **options)
+            llm = LLM(model=folder, **options)
     except (ImportError, AttributeError, OSError) as error:
-        print(f"!!! vLLM cannot be used here ({error!r:.150}): sampling with torch", flush=True)
+        print(f"!!! vLLM cannot be used here ({error!r:.150}): sampling with torch")
         return TorchSampler(policy)
     except (ValueError, RuntimeError) as error:
-        raise RunFailed(f"vLLM cannot start ({str(error)[:400]}). If memory is short: another "
-                        "gpu_mem_util, a smaller max_tokens, or --use_vllm=False") from error
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        raise RunFailed(f"vLLM cannot start ({str(error)[:400]}). Is memory short? Try another "
+                        "gpu_mem_util or max_tokens, or --use_vllm=False") from error
     load_policy_into_vllm_instance(policy, llm)
     return llm
 
 
 @torch.no_grad()
 def load_policy_into_vllm_instance(policy, llm):
-    """Copy the weights into the running sampler, and drop the prefixes cached with the old ones."""
+    """Copy the weights into the running sampler, and drop what it cached with the old ones."""
     weights = full_weights(policy)
     if isinstance(llm, TorchSampler):
-        llm.load_weights(weights)
+        llm.model.load_state_dict(dict(weights))
         return
     if policy.device.type == "cuda":
         llm.apply_model(lambda model: bool(model.load_weights(weights)))
-    else:    # the CPU backend repacks its weights after loading
+    else:  # the CPU backend repacks its weights after loading
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     if not llm.reset_prefix_cache():
         raise RunFailed("vLLM did not reset its prefix cache")
 
 
-def init_sampling_params(temperature, min_tokens, max_tokens, n, stop_ids):
+def init_sampling_params(cfg, n, stop_ids):
     """Arguments of vllm.SamplingParams. logprobs=0: the log-prob of the sampled token alone."""
-    return {"n": n, "temperature": temperature, "min_tokens": min_tokens, "max_tokens": max_tokens,
-            "stop_token_ids": list(stop_ids), "logprobs": 0, "flat_logprobs": True,
-            "detokenize": False}
+    return {"n": n, "temperature": cfg.temperature, "min_tokens": cfg.min_tokens,
+            "max_tokens": cfg.max_tokens, "stop_token_ids": list(stop_ids), "logprobs": 0,
+            "flat_logprobs": True, "detokenize": False}
 
 
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     """-> params["n"] Responses to each prompt of token ids; `first` prompts are on lower ranks"""
     if not prompts:
         return []
-    seeds = []
-    for i in range(len(prompts)):    # the seed of a first response; the next have + 1, + 2, ...
-        digest = hashlib.blake2b(f"{seed}/{step}/{first + i}".encode(), digest_size=6).digest()
-        seeds.append(int.from_bytes(digest, "little"))
+    # The seed of the first response to each prompt; the next ones have + 1, + 2, ...
+    seeds = [random.Random(f"{seed}/{step}/{first + i}").getrandbits(48)
+             for i in range(len(prompts))]
     if isinstance(llm, TorchSampler):
         return llm.generate(prompts, params, seeds)
     from vllm import SamplingParams
@@ -973,61 +889,51 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
 
 
 class TorchSampler:
-    """Stands in for vLLM: a copy of the model, left-padded prompts, one token at a time."""
+    """Stands in for vLLM: a copy of the model and left-padded prompts."""
 
     def __init__(self, policy):
-        config = copy.deepcopy(policy.model.config)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa",
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(policy.model.config),
+                                                 attn_implementation="sdpa",
                                                  dtype=policy.compute_dtype)
         self.model = model.to(policy.device).eval()
         load_policy_into_vllm_instance(policy, self)
 
-    def load_weights(self, weights):
-        own = self.model.state_dict()
-        for name, weight in weights:
-            own[name].copy_(weight)
+    def sleep(self, **options):
+        """There is no memory to free."""
 
-    def generate(self, prompts, params, seeds):
-        """As many prompts at a time as a cache of 2**17 tokens allows."""
-        longest = max(map(len, prompts)) + params["max_tokens"]
-        size = max(1, 2**17 // longest // params["n"])
-        responses = []
-        for i in range(0, len(prompts), size):
-            responses += self.generate_batch(prompts[i:i + size], params, seeds[i:i + size])
-        return responses
+    wake_up = sleep
 
     @torch.no_grad()
-    def generate_batch(self, prompts, params, seeds):
-        n, stop_ids, device = params["n"], params["stop_token_ids"], self.model.device
-        # Every response has its own stream of random numbers, whatever else is in the batch.
-        streams = [np.random.default_rng(seed + i) for seed in seeds for i in range(n)]
-        uniform = np.stack([stream.random(params["max_tokens"]) for stream in streams])
-        uniform = torch.tensor(uniform, device=device)    # [P * n, max_tokens]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    def generate(self, prompts, params, seeds):
+        n, device, stop_ids = params["n"], self.model.device, params["stop_token_ids"]
+        width, half = max(map(len, prompts)), len(prompts) // 2
+        if half and len(prompts) * n * (width + params["max_tokens"]) > MOST_CACHED_TOKENS:
+            return (self.generate(prompts[:half], params, seeds[:half])
+                    + self.generate(prompts[half:], params, seeds[half:]))
+        # Every response has its own random numbers, whatever else is in the batch.
+        uniform = [np.random.default_rng(seed + i).random(params["max_tokens"])
+                   for seed in seeds for i in range(n)]
+        uniform = torch.tensor(np.stack(uniform), device=device)  # [P * n, max_tokens]
+        rows = [[-1] * (width - len(prompt)) + prompt for prompt in repeat(prompts, n)]
+        ids = torch.tensor(rows, device=device)
+        mask, ids = (ids >= 0).long(), ids.clamp(min=0)
         tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
-        is_done = torch.zeros(len(prompts) * n, dtype=torch.bool, device=device)
+        is_done = torch.zeros(len(ids), dtype=torch.bool, device=device)
         while len(tokens) < params["max_tokens"] and not is_done.all():
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             logits = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-            if not tokens:    # from prompts to responses
-                logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)
-                cache.batch_repeat_interleave(n)
             if len(tokens) < params["min_tokens"]:
                 logits[:, stop_ids] = -torch.inf
-            log_probs = (logits / (params["temperature"] or 1.0)).log_softmax(-1)    # [P * n, V]
-            token = log_probs.argmax(-1, keepdim=True)
-            if params["temperature"]:    # 0 is greedy
-                total = log_probs.double().exp().cumsum(-1)
-                threshold = uniform[:, len(tokens), None] * total[:, -1:]
-                token = torch.searchsorted(total, threshold, right=True)
-                token = token.clamp(max=total.shape[-1] - 1)
-            tokens.append(token[:, 0])
-            logps.append(log_probs.gather(1, token)[:, 0])
-            is_done |= torch.isin(token[:, 0], torch.tensor(stop_ids, device=device))
-            ids, mask = token, F.pad(mask, (0, 1), value=1)
+            temperature = max(params["temperature"], 1e-6)  # 0 is greedy
+            log_probs = (logits / temperature).log_softmax(-1)  # [P * n, V]
+            total = log_probs.double().exp().cumsum(-1)
+            threshold = uniform[:, len(tokens), None] * total[:, -1:]
+            ids = torch.searchsorted(total, threshold, right=True)
+            mask = F.pad(mask, (0, 1), value=1)
+            tokens.append(ids[:, 0])
+            logps.append(log_probs.gather(1, ids)[:, 0])
+            is_done |= torch.isin(ids[:, 0], torch.tensor(stop_ids, device=device))
         responses = []
         for ids, logp in zip(torch.stack(tokens, 1).tolist(), torch.stack(logps, 1).tolist()):
             ends = [i + 1 for i, token in enumerate(ids) if token in stop_ids]
@@ -1036,7 +942,10 @@ class TorchSampler:
         return responses
 
 
-# ---- 4. Batch, advantages, KL, loss, update --------------------------------------------------
+MOST_CACHED_TOKENS = 2**17  # in one batch of the torch sampler
+
+
+# ---- 4. Batch, advantages, KL, loss, update ----
 
 def repeat(items, n):
     return [item for item in items for _ in range(n)]
@@ -1048,7 +957,7 @@ def checked_reward(reward_fn, response, truth):
         if not abs(reward) < 1e38:
             raise ValueError(f"{reward} is not a finite reward")
         return reward
-    except Exception as error:    # show the response that caused it
+    except Exception as error:  # show the response that caused it
         raise UserError(f"reward_fn: {error!r} for the response {response[:300]!r}") from error
 
 
@@ -1074,25 +983,23 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
     return advantages, rewards, metadata
 
 
-def make_batch(prompts, responses, device="cpu", min_tokens=0):
+def make_batch(prompts, responses, min_tokens=0):
     """Rows padded on the right: labels[b, t] is the token after input_ids[b, t], and mask[b, t]
-    says whether the model chose it. -> namespace of [B, T] tensors"""
+    says whether the model chose it. -> namespace of [B, T] tensors in host memory"""
     lengths = [len(p) + len(r.ids) - 1 for p, r in zip(prompts, responses, strict=True)]
     shape = (len(prompts), max(lengths, default=1))
     ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, sampled = torch.zeros(shape, dtype=torch.bool), torch.full(shape, math.nan)
     for b, (prompt, response) in enumerate(zip(prompts, responses)):
-        row, first = torch.tensor(prompt + response.ids), len(prompt) - 1
-        ids[b, :lengths[b]], labels[b, :lengths[b]] = row[:-1], row[1:]
-        mask[b, first:lengths[b]] = torch.tensor(response.mask or True)
+        row, first, end = torch.tensor(prompt + response.ids), len(prompt) - 1, lengths[b]
+        ids[b, :end], labels[b, :end] = row[:-1], row[1:]
+        mask[b, first:end] = torch.tensor(response.mask or True)
         if len(response.logps):
-            sampled[b, first:lengths[b]] = torch.tensor(response.logps)
+            sampled[b, first:end] = torch.tensor(response.logps)
             # EOS is banned before min_tokens, so these log-probs are not the policy's.
             sampled[b, first:first + min_tokens] = math.nan
-    return SimpleNamespace(
-        input_ids=ids.to(device), labels=labels.to(device), mask=mask.to(device),
-        rollout_log_probs=sampled.to(device), old_log_probs=None, ref_log_probs=None,
-        lengths=lengths, prompts=prompts)
+    return SimpleNamespace(input_ids=ids, labels=labels, mask=mask, rollout_log_probs=sampled,
+                           old_log_probs=None, ref_log_probs=None, lengths=lengths, prompts=prompts)
 
 
 def select(batch, rows):
@@ -1109,11 +1016,10 @@ def make_minibatches(cfg, step, first, n_rows):
 
 
 def make_microbatches(batch, rows, cfg):
-    """Cut rows into evenly filled groups, equally many on all ranks. A prompt shared by neighbours
-    counts once."""
+    """Cut rows into evenly filled groups, equally many on all ranks."""
     sizes = [batch.lengths[row] for row in rows]
     for i in range(1, len(rows)):
-        if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:
+        if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:  # it is computed once
             sizes[i] -= len(batch.prompts[rows[i]])
     n_groups = math.ceil(sum(sizes) / cfg.tokens_per_microbatch)
     n_groups = max(n_groups, cfg.gradient_accumulation_steps)
@@ -1130,7 +1036,7 @@ def make_microbatches(batch, rows, cfg):
 @torch.no_grad()
 def score(model, batch, cfg):
     """-> log-probs of the whole batch, [B, T]"""
-    log_probs = torch.zeros(batch.mask.shape, device=batch.mask.device)
+    log_probs = torch.zeros(batch.mask.shape, device=model.device)
     for rows in make_microbatches(batch, list(range(len(batch.lengths))), cfg):
         micro = select(batch, rows)
         log_probs[rows] = response_stats(model, micro.input_ids, micro.labels, micro.mask,
@@ -1138,18 +1044,17 @@ def score(model, batch, cfg):
     return log_probs
 
 
-LIMIT = 20.0          # log-ratios are clamped to +-20 before exp: e^20 is 5e8
-WEIGHT_CAP = 10.0     # largest importance weight pi/old of a KL term
-MISMATCH_CAP = 2.0    # largest weight old/sampler of a token
+LIMIT = 20.0  # log-ratios are clamped to +-20 before exp: e^20 is 5e8
+WEIGHT_CAP = 10.0  # largest importance weight pi/old of a KL term
+MISMATCH_CAP = 2.0  # largest weight old/sampler of a token
 ESTIMATORS = ("k1", "k2", "k3", "exact")
 
 
 def kl_value_and_slope(log_ratio, estimator, is_weighted=False):
     """For log_ratio = log pi - log ref: the estimator, and its derivative with respect to log pi.
 
-    With is_weighted the term is multiplied by rho = pi/old, and differentiating rho adds value *
-    grad log pi. For k3 the two add up to log_ratio: the exponentials cancel. (k2 has the right
-    derivative already, so its rho is not differentiated.)"""
+    With is_weighted the term is multiplied by rho = pi/old, whose derivative adds the value to the
+    slope. For k3 the exponentials then cancel. (k2 is right already: its rho stays constant.)"""
     log_ratio = log_ratio.detach().clamp(-LIMIT, LIMIT)
     if estimator == "k1":
         value = log_ratio
@@ -1182,8 +1087,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     mask = mask.bool()
     policy, old = masked(policy_log_probs, mask), masked(old_log_probs, mask).detach()
     if advantages.dim() == 1:
-        advantages = advantages[:, None]    # [B] would broadcast along T
-    zero = policy - policy.detach()    # zero-valued term that carries the gradient of log pi
+        advantages = advantages[:, None]  # [B] would broadcast along T
+    zero = policy - policy.detach()  # zero-valued term that carries the gradient of log pi
     log_ratio = (policy - old).detach().clamp(-LIMIT, LIMIT)
     rho = log_ratio.exp()
     stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio, "ratio_mean": rho, "ratio_max": rho}
@@ -1217,7 +1122,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     if kl_in == "loss":
         loss = loss + kl_coef * kl_term
     if rollout_log_probs is not None:
-        gap = torch.where(rollout_log_probs.isnan(), 0, old - masked(rollout_log_probs, mask))
+        sampler = masked(rollout_log_probs, mask)
+        gap = torch.where(sampler.isnan(), 0, old - sampler)
         loss = loss * gap.clamp(-LIMIT, LIMIT).exp().clamp(max=MISMATCH_CAP)
         stats |= {"logp_gap_mean": gap.abs(), "logp_gap_max": gap.abs()}
     return torch.where(mask, loss, 0), summarize(stats, mask)
@@ -1225,7 +1131,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
 
 def masked(tensor, mask):
     """0 outside the mask. Applied to the inputs: a NaN there must not reach any gradient."""
-    return torch.where(mask, at_least_float32(tensor), 0)
+    return torch.where(mask, at_least_float32(to_device(tensor, mask.device)), 0)
 
 
 @torch.no_grad()
@@ -1233,20 +1139,25 @@ def summarize(stats, mask):
     """Means over the mask, or maximum or minimum as the name says. KL keys are 0 without KL."""
     summary = dict.fromkeys(("kl_penalty_mean", "kl_mean", "kl_max", "kl_min", "kl_clamped_frac",
                              "policy_logp_mean", "ref_logp_mean", *stats), 0.0)
-    if mask.any():
-        folds = {"max": torch.max, "min": torch.min}
-        values = [folds.get(name[-3:], torch.mean)(tensor.expand(mask.shape)[mask].double())
-                  for name, tensor in stats.items()]
-        summary |= dict(zip(stats, torch.stack(values).tolist()))
-    return summary
+    values = [mask.sum()]
+    for name, tensor in stats.items():
+        if name.endswith(("max", "min")):
+            sign = 1 if name.endswith("max") else -1
+            largest = torch.where(mask, sign * tensor, -math.inf).flatten()
+            values.append(sign * F.pad(largest, (0, 1), value=-math.inf).max())
+        else:
+            values.append(torch.where(mask, tensor, 0).sum(dtype=torch.double) / values[0])
+    n_tokens, *values = torch.stack(values).tolist()  # the GPU is waited for once
+    if n_tokens:
+        summary |= zip(stats, values)
+    return summary | {"n_tokens": n_tokens}
 
 
 def masked_mean(tensor, mask):
     """Mean over rows of each row's masked mean; empty rows are not counted"""
     mask = mask.bool()
-    counts = mask.sum(-1)
-    row_means = torch.where(mask, tensor, 0).sum(-1) / counts.clamp(min=1)
-    return row_means.sum() / (counts > 0).sum().clamp(min=1)
+    row_means = torch.where(mask, tensor, 0).sum(-1) / mask.sum(-1).clamp(min=1)
+    return row_means.sum() / mask.any(-1).sum().clamp(min=1)
 
 
 def masked_mean_drgrpo(tensor, mask, num_tokens):
@@ -1258,13 +1169,10 @@ def masked_mean_drgrpo(tensor, mask, num_tokens):
 def loss_divisor(mask, loss_type, max_completion_length):
     """What the summed loss of an optimizer step is divided by."""
     n_rows = int(mask.any(-1).sum())
-    if loss_type == "grpo":
-        return n_rows
-    if loss_type == "dr_grpo":
-        return n_rows * max_completion_length
-    if loss_type == "dapo":
-        return int(mask.sum())
-    raise UserError(f"loss_type must be grpo, dr_grpo or dapo, got {loss_type!r}")
+    divisors = {"grpo": n_rows, "dr_grpo": n_rows * max_completion_length, "dapo": int(mask.sum())}
+    if loss_type not in divisors:
+        raise UserError(f"loss_type must be one of {', '.join(divisors)}, got {loss_type!r}")
+    return divisors[loss_type]
 
 
 def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_per_seq,
@@ -1275,6 +1183,8 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
     """Forward, loss, backward -> (part of the step's loss, metadata). divisor is loss_divisor() of
     the whole step; without it all microbatches are taken to be as large as this one."""
     mask = response_mask.bool() & (labels >= 0)
+    if divisor is None:
+        divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
     if ref_model is None and ref_log_probs is None:
         kl_coef = 0.0
     is_exact = bool(kl_coef) and kl_estimator == "exact"
@@ -1288,16 +1198,15 @@ def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_pe
         with torch.no_grad(), adapters_off(ref_model):
             ref_log_probs = response_stats(ref_model, input_ids, labels, mask, temperature)[0]
     old = log_probs.detach() if old_log_probs is None else old_log_probs
+    mask = to_device(mask, log_probs.device)
     loss, metadata = compute_loss(
-        advantages_per_seq, log_probs, old, clip_range, ref_log_probs, kl_coef, response_mask=mask,
-        kl_estimator=kl_estimator, **loss_options)
-    if divisor is None:
-        divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
+        to_device(advantages_per_seq, mask.device), log_probs, old, clip_range, ref_log_probs,
+        kl_coef, response_mask=mask, kl_estimator=kl_estimator, **loss_options)
     if loss_type == "grpo":
         loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
     total = loss.sum() / max(divisor, 1e-9)
-    # Values are read back before the backward pass, so that the GPU is not waited for.
-    metadata["n_tokens"], metadata["loss"] = int(mask.sum()), total.item()
+    # Read before the backward pass, so that the GPU is not waited for after it
+    metadata["loss"] = total.item()
     metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
     if kl_coef:
         metadata["response_kl"] = masked(log_probs.detach() - ref_log_probs, mask).sum(1).tolist()
@@ -1313,14 +1222,13 @@ def update_weights(policy, optimizer, loss, cfg, state):
         warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
         for group in optimizer.param_groups:
             group["lr"] = cfg.lr * warmup * 0.5**state.skips_in_a_row
-        if grad_norm > 0:    # without a gradient, momentum must not move the weights
+        if grad_norm > 0:  # without a gradient, momentum must not move the weights
             optimizer.step()
         state.skips_in_a_row = 0
         return grad_norm
     state.skipped += 1
     state.skips_in_a_row += 1
-    print(f"!!! update skipped: loss {loss:g}, gradient norm {grad_norm:g}; halving the learning "
-          "rate for the next one", flush=True)
+    print(f"!!! update skipped: loss {loss:g}, gradient norm {grad_norm:g}")
     if state.skips_in_a_row == 5:
         raise RunFailed("5 updates in a row were not finite: lower lr, or look for the cause")
     return grad_norm
@@ -1331,54 +1239,56 @@ def adapt_kl_coef(state, kl, cfg):
     if not math.isfinite(kl):
         return
     # Clip before smoothing: one wild batch must not count for long.
-    before, state.kl_smooth = state.kl_smooth, (state.kl_smooth + min(kl, 5 * cfg.target_kl)) / 2
-    # Do not lower the coefficient before the KL has first come near the target.
-    state.kl_reached |= state.kl_smooth > 0.5 * cfg.target_kl
-    is_diverging = (state.kl_smooth > before) == (state.kl_smooth > cfg.target_kl)
-    if state.kl_reached and is_diverging:
-        if state.kl_smooth > 1.5 * cfg.target_kl:
-            state.kl_coef *= 1.5
-        elif state.kl_smooth < 0.5 * cfg.target_kl:
-            state.kl_coef *= 0.75
+    state.kl_smooth = (state.kl_smooth + min(kl, 5 * cfg.target_kl)) / 2
+    if state.kl_smooth > 1.5 * cfg.target_kl:
+        state.kl_coef *= 1.5
+    elif state.kl_smooth < 0.5 * cfg.target_kl:
+        state.kl_coef *= 0.75
     state.kl_coef = min(100 * cfg.kl_coef, max(0.1 * cfg.kl_coef, state.kl_coef))
 
 
-# ---- 5. Records: evaluation, metrics, log, checkpoints ---------------------------------------
+# ---- 5. Records: evaluation, metrics, log, checkpoints ----
 
 def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
-    """-> (metrics, samples, rewards [problems, n]) on the held-out problems, with fixed seeds"""
+    """-> (metrics, responses as dicts) on the held-out problems, with fixed seeds"""
     problems, first = share(task.held_out)
-    prompts = [task.encode(problem) for problem in problems]
+    prompts = [problem["prompt_ids"] for problem in problems]
     responses = rollout_with_vllm(llm, prompts, params, 0, "eval", first)
     rows = []
     for problem, response in zip(repeat(problems, params["n"]), responses, strict=True):
         text = decode(task.tokenizer, response.ids, stop_ids)
-        rows.append({"prompt": task.render(problem), "response": text, "tokens": len(response.ids),
+        rows.append({"prompt": problem["rendered"], "response": text, "tokens": len(response.ids),
                      "answer": problem.get("answer") or problem["solution"],
                      "reward": checked_reward(reward_fn, text, problem)})
     rows = sum(gather(rows), [])
-    rewards = np.array([row["reward"] for row in rows]).reshape(-1, params["n"])
-    metrics = {"eval/accuracy": float((rewards >= 0.9).mean()),
-               "eval/mean_reward": float(rewards.mean()),
-               "eval/avg_output_tokens": float(np.mean([row["tokens"] for row in rows]))}
-    return metrics, rows[::params["n"]][:4], rewards
+    return {"eval/accuracy": np.mean([row["reward"] >= 0.9 for row in rows]),
+            "eval/mean_reward": np.mean([row["reward"] for row in rows]),
+            "eval/avg_output_tokens": np.mean([row["tokens"] for row in rows])}, rows
 
 
 def evaluate(policy, llm, task, params, log, state):
     """Evaluate with one response per problem; keep the model if it is the best so far."""
-    metrics, samples, _ = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids, reward_fn)
-    log_eval(log, state.step, metrics, samples)
-    is_best = metrics["eval/mean_reward"] > state.best_reward
-    state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
-    if is_best and state.step:    # at step 0 it is the model we were given
-        save_model(policy, task.tokenizer, log.folder / "best")
+    metrics, rows = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids, reward_fn)
+    log_eval(log, state.step, metrics, rows[:4])
+    if metrics["eval/mean_reward"] > state.best_reward:
+        state.best_reward = float(metrics["eval/mean_reward"])
+        if state.step:  # at step 0 it is the model we were given
+            save_model(policy, task.tokenizer, log.folder / "best")
     return metrics
 
 
 def now(device):
-    if device != "cpu":
+    if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+SCALARS = {"train/entropy": "entropy", "train/clip_fraction": "clip_fraction",
+           "train/approx_kl": "approx_kl", "train/kl_penalty": "kl_penalty_mean",
+           "rollout/logp_gap_mean": "logp_gap_mean", "rollout/logp_gap_max": "logp_gap_max",
+           "kl/mean": "kl_mean", "kl/max": "kl_max", "kl/min": "kl_min",
+           "kl/clamped_frac": "kl_clamped_frac", "kl/policy_logp_mean": "policy_logp_mean",
+           "kl/ref_logp_mean": "ref_logp_mean"}
 
 
 def step_metrics(metadata, rewards, responses, texts, times, cfg):
@@ -1387,26 +1297,22 @@ def step_metrics(metadata, rewards, responses, texts, times, cfg):
             for reward, response, text in zip(rewards.tolist(), responses, texts)]
     rewards, lengths, answered, truncated = np.array(sum(gather(rows), []), dtype=float).T
     groups = rewards.reshape(-1, cfg.group_size)
+    seconds = times[3] - times[0]
     metrics = {
         "train/reward_mean": rewards.mean(), "train/reward_std": rewards.std(),
         "train/frac_groups_zero_std": (groups.max(1) == groups.min(1)).mean(),
         "train/answer_frac": answered.mean(), "train/truncated_frac": truncated.mean(),
         "train/avg_output_tokens": lengths.mean(), "time/rollout": times[1] - times[0],
         "time/train": times[2] - times[1], "time/sync": times[3] - times[2],
-        "time/step": times[3] - times[0],
-        "perf/tokens_per_s": lengths.sum() / (times[3] - times[0])}
+        "time/step": seconds, "perf/tokens_per_s": lengths.sum() / seconds}
     parts = [part for part in sum(gather(metadata), []) if part["n_tokens"]]
     weights = [part["n_tokens"] for part in parts]
-    names = ("train/entropy train/clip_fraction train/approx_kl train/kl_penalty_mean "
-             "rollout/logp_gap_mean rollout/logp_gap_max")
-    if cfg.use_kl_penalty:
-        names += (" kl/kl_mean kl/kl_max kl/kl_min kl/kl_clamped_frac kl/policy_logp_mean "
-                  "kl/ref_logp_mean")
-    for name in names.split() if parts else ():
-        values = [part[name.partition("/")[2]] for part in parts]
-        name = name.replace("kl/kl_", "kl/").replace("kl_penalty_mean", "kl_penalty")
-        if name.endswith(("max", "min")):
-            metrics[name] = max(values) if name.endswith("max") else min(values)
+    for name, key in SCALARS.items():
+        values = [part[key] for part in parts]
+        if not parts or (name.startswith("kl/") and not cfg.use_kl_penalty):
+            continue
+        if key.endswith(("max", "min")):
+            metrics[name] = max(values) if key.endswith("max") else min(values)
         else:
             metrics[name] = np.average(values, weights=weights)
     return ({name: float(value) for name, value in metrics.items()},
@@ -1416,14 +1322,14 @@ def step_metrics(metadata, rewards, responses, texts, times, cfg):
 def check_agreement(metrics, metadata, cfg, step):
     """Sampler and trainer must agree on the tokens just sampled; reference and policy at first."""
     gap = metrics.get("rollout/logp_gap_mean", 0.0)
-    limit = 2e-3 if cfg.device == "cpu" else 0.1 if step == 1 else 0.3
-    if gap > limit:
+    kl = metadata[0]["kl_mean"] if step == 1 else 0.0
+    if gap > (2e-3 if cfg.device == "cpu" else 0.1 if step == 1 else 0.3):
         raise RunFailed(f"log-probs of sampler and trainer differ by {gap:.3g} on average: the "
                         "weights did not arrive, or vLLM computes this model differently (try "
                         "--use_vllm=False)")
-    if step == 1 and metadata[0]["kl_mean"] > (1e-6 if cfg.device == "cpu" else 2e-3):
-        raise RunFailed(f"the KL is {metadata[0]['kl_mean']:.3g} before the first update, not 0. "
-                        "Usual causes: dropout, another temperature, shifted labels, other weights")
+    if kl > (1e-6 if cfg.device == "cpu" else 2e-3):
+        raise RunFailed(f"the KL is {kl:.3g} before the first update, not 0. Usual causes: "
+                        "dropout, another temperature, shifted labels, other weights")
 
 
 class Log:
@@ -1438,17 +1344,17 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
         Log.in_use = self.folder
+        settings = json.dumps(vars(cfg) | {"resume": ""}, indent=1)
         with written_whole(self.folder / "config.json") as path:
-            path.write_text(json.dumps(vars(cfg) | {"resume": ""}, indent=1))
-        for name in ("metrics.jsonl", "samples.jsonl"):    # a resumed run repeats some steps
-            lines = [json.dumps(row) for row in self.rows(name) if row["step"] <= last_step]
+            path.write_text(settings)
+        for name in ("metrics.jsonl", "samples.jsonl"):  # a resumed run repeats some steps
+            rows = [row for row in self.rows(name) if row["step"] <= last_step]
             with written_whole(self.folder / name) as path:
-                path.write_text("".join(f"{line}\n" for line in lines))
+                path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.tensorboard = SummaryWriter(self.folder.parent / "tb" / self.folder.name,
                                          purge_step=last_step + 1)
         if last_step < 0:
-            table = [f"| {name} | {escape(value)} |\n" for name, value in vars(cfg).items()]
-            self.tensorboard.add_text("config", "| name | value |\n|---|---|\n" + "".join(table))
+            self.tensorboard.add_text("config", f"<pre>{escape(settings)}</pre>")
             for summary in hparams(vars(cfg), {"eval/accuracy": 0.0})[:2]:
                 self.tensorboard.file_writer.add_summary(summary)
 
@@ -1461,37 +1367,31 @@ class Log:
         return rows
 
     def append(self, name, row):
-        if RANK == 0:
-            with open(self.folder / name, "a") as file:
-                file.write(json.dumps(row) + "\n")
+        with open(self.folder / name, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def write(self, step, metrics, response_kl=()):
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.append("metrics.jsonl", {"step": step} | metrics)
         if RANK:
             return
+        metrics = {name: float(x) for name, x in metrics.items() if math.isfinite(x)}
+        self.append("metrics.jsonl", {"step": step} | metrics)
         for name, value in metrics.items():
             self.tensorboard.add_scalar(name, value, step)
-        if len(response_kl):
+        if response_kl:
             self.tensorboard.add_histogram("kl/per_response", np.array(response_kl), step)
         self.tensorboard.flush()
-
-    def warn_once(self, is_true, text):
-        if is_true and text not in self.warned:
-            print(f"!!! {text}", flush=True)
-            self.warned.add(text)
 
     def report(self, last_step, cfg):
         if RANK:
             return
         self.tensorboard.close()
         rows = [row for row in self.rows("metrics.jsonl") if "eval/accuracy" in row]
-        scores = [row["eval/accuracy"] for row in rows]
-        print(f"\nHeld-out accuracy {scores[0]:.1%} -> {scores[-1]:.1%} in {last_step} steps")
+        first, last = (rows[i]["eval/accuracy"] for i in (0, -1))
+        print(f"\nHeld-out accuracy {first:.1%} -> {last:.1%} in {last_step} steps")
         if last_step < cfg.n_grpo_steps:
             print(f"  continue  python starter.py --resume={self.folder}")
         print(f"  try it    python sample.py --model_id={self.folder}/model\n"
-              f"  curves    tensorboard --logdir {self.folder.parent}/tb", flush=True)
+              f"  curves    tensorboard --logdir {self.folder.parent}/tb")
 
 
 def log_train(log, step, metrics, cfg):
@@ -1504,18 +1404,21 @@ def log_train(log, step, metrics, cfg):
             "sync {time/sync:.2f} s | ETA {eta:.1f} min")
     if "kl/mean" in m:
         line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
-        log.warn_once(m["kl/mean"] > 0.2, "KL above 0.2: far from the reference (KL.md)")
-        is_stuck = m["kl/mean"] < 1e-9 and step > 10 and not cfg.ref_update_every
-        log.warn_once(is_stuck, "KL is still 0: nothing moves (KL.md)")
-    print(line.format(step=step, eta=seconds / 60, **m), flush=True)
-    log.warn_once(m["train/frac_groups_zero_std"] == 1, "all groups have equal rewards: there is "
-                  "nothing to learn from")
-    log.warn_once(m["train/truncated_frac"] > 0.5, "most responses are cut off: raise max_tokens")
+    print(line.format(step=step, eta=seconds / 60, **m))
+    kl = m.get("kl/mean", 0.1)
+    for is_true, text in (
+            (kl > 0.2, "KL above 0.2: far from the reference (KL.md)"),
+            (kl < 1e-9 and step > 10 and not cfg.ref_update_every, "KL is still 0 (KL.md)"),
+            (m["train/frac_groups_zero_std"] == 1, "all groups have equal rewards: no gradient"),
+            (m["train/truncated_frac"] > 0.5, "most responses are cut off: raise max_tokens")):
+        if is_true and text not in log.warned:
+            print(f"!!! {text}")
+            log.warned.add(text)
 
 
 def log_eval(log, step, metrics, samples):
     print(f"Step {step} | Held-out accuracy: {metrics['eval/accuracy']:.1%} | "
-          f"Mean reward: {metrics['eval/mean_reward']:.3f}", flush=True)
+          f"Mean reward: {metrics['eval/mean_reward']:.3f}")
     for i, sample in enumerate(samples if RANK == 0 else []):
         log.append("samples.jsonl", {"step": step} | sample)
         text = "{prompt}\n--> {response}\nreward {reward}, expected: {answer}".format(**sample)
@@ -1525,7 +1428,7 @@ def log_eval(log, step, metrics, samples):
 def escape(text):
     """Treat model output as untrusted: no control characters, no HTML."""
     return html.escape("".join(letter if letter.isprintable() or letter == "\n"
-                               else repr(letter)[1:-1] for letter in str(text)))
+                               else repr(letter)[1:-1] for letter in text))
 
 
 @contextlib.contextmanager
@@ -1533,8 +1436,6 @@ def written_whole(path):
     """A temporary path for a file or folder, renamed afterwards: `path` is never half written."""
     temporary, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
     try:
-        if old.exists() and not path.exists():    # killed between the two renames below
-            old.rename(path)
         for leftover in (temporary, old):
             shutil.rmtree(leftover, ignore_errors=True)
             leftover.unlink(missing_ok=True)
@@ -1543,7 +1444,7 @@ def written_whole(path):
             path.rename(old)
         temporary.replace(path)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:    # torch and safetensors have errors of their own for a full disk
+    except Exception as error:  # torch and safetensors have errors of their own for a full disk
         raise RunFailed(f"cannot write {path} ({error}). Is the disk full?") from error
 
 
@@ -1557,22 +1458,22 @@ def save_model(policy, tokenizer, folder):
         return
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=policy.compute_dtype)
-    shell.generation_config = copy.deepcopy(policy.model.generation_config)
-    shell.generation_config.do_sample = True    # a temperature without it cannot be saved
+    shell.generation_config = policy.model.generation_config
+    shell.generation_config.do_sample = True  # a temperature without it cannot be saved
     with written_whole(folder) as temporary:
         shell.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
 
 
-WHOLE = whole_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-TRAINED = whole_state.StateDictOptions(full_state_dict=True, cpu_offload=True,
-                                       ignore_frozen_params=True, strict=False)
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+TRAINED = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True,
+                               strict=False)
 
 
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
     """All that a resumed run needs to repeat the numbers. The last two are kept."""
-    weights, moments = whole_state.get_state_dict(policy, optimizer, options=TRAINED)
-    ref = whole_state.get_model_state_dict(ref_model, options=WHOLE) if state.ref_step else None
+    weights, moments = dcp.get_state_dict(policy, optimizer, options=TRAINED)
+    ref = dcp.get_model_state_dict(ref_model, options=WHOLE) if state.ref_step else None
     if RANK:
         return
     (folder / "checkpoint").mkdir(exist_ok=True)
@@ -1589,21 +1490,21 @@ def load_checkpoint(folder):
             if zipfile.ZipFile(path).testzip():
                 raise ValueError("wrong checksum")
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            print(f"resuming {folder} after step {saved['state']['step']}", flush=True)
+            print(f"resuming {folder} after step {saved['state']['step']}")
             return saved
-        except Exception as error:    # whatever is wrong with it, the one before may be good
-            print(f"!!! {path} is damaged ({str(error)[:100]}): trying the one before", flush=True)
-    print(f"{folder} has no checkpoint: starting at step 0", flush=True)
+        except Exception as error:  # whatever is wrong with it, the one before may be good
+            print(f"!!! {path} is damaged ({str(error)[:100]}): trying the one before")
+    print(f"{folder} has no checkpoint: starting at step 0")
 
 
 def restore(saved, policy, optimizer, ref_model, state):
-    whole_state.set_state_dict(policy, optimizer, model_state_dict=saved["weights"],
-                   optim_state_dict=saved["moments"], options=TRAINED)
+    dcp.set_state_dict(policy, optimizer, model_state_dict=saved["weights"],
+                       optim_state_dict=saved["moments"], options=TRAINED)
     if saved["ref"] is not None and ref_model is not None:
-        whole_state.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
+        dcp.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     kl_coef = state.kl_coef
     vars(state).update(saved["state"])
-    if kl_coef != state.kl_coef_set:    # changed on the command line
+    if kl_coef != state.kl_coef_set:  # changed on the command line
         state.kl_coef = state.kl_coef_set = kl_coef
 
 
@@ -1615,17 +1516,17 @@ def catch_signals():
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        print("\nstopping after this step; press Ctrl-C again to quit without saving", flush=True)
+        print("\nstopping after this step; press Ctrl-C again to quit without saving")
 
-    with contextlib.suppress(ValueError):    # signals need the main thread
+    with contextlib.suppress(ValueError):  # signals need the main thread
         signal.signal(signal.SIGINT, handler)
         signal.signal(signal.SIGTERM, handler)
     return received
 
 
-# ---- 6. Settings: command line, checks, run folder -------------------------------------------
+# ---- 6. Settings: command line, checks, run folder ----
 
-FIXED_ON_RESUME = ("model_id", "task", "eval_task", "prompt", "seed", "lora_rank", "n_eval",
+FIXED_ON_RESUME = ("model_id", "lora_rank", "seed", "task", "eval_task", "prompt", "n_eval",
                    "max_prompt_tokens", "n_numbers", "max_number", "operations")
 
 
@@ -1639,19 +1540,19 @@ def read_arguments(argv):
         given[name[2:]] = value if has_value else words.pop(0)
     if not given.get("resume"):
         return given
-    is_latest = given["resume"] == "latest"
-    folder = Path(given.get("out_dir", "out") if is_latest else "", given["resume"])
+    folder = Path(given["resume"])
     try:
+        if given["resume"] == "latest":
+            folder = Path(given.get("out_dir", "out"), "latest")
+            folder = folder.with_name(os.readlink(folder))
         saved = dict(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"there is no run to resume in {str(folder)!r} ({error})") from None
-    for name, value in given.items():
-        if name in saved and name not in ("resume", "out_dir") and str(saved[name]) != value:
+    for name in given.keys() & saved.keys() - {"resume", "out_dir"}:
+        if str(saved[name]) != given[name]:
             if name in FIXED_ON_RESUME:
                 raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
-            print(f"changed on resume: {name} {saved[name]} -> {value}")
-    if folder.is_symlink():
-        folder = folder.parent / os.readlink(folder)
+            print(f"changed on resume: {name} {saved[name]} -> {given[name]}")
     return saved | given | {"resume": str(folder)}
 
 
@@ -1661,49 +1562,46 @@ def override(cfg, given):
             near = difflib.get_close_matches(name, vars(cfg), 1)
             hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
             raise UserError(f"there is no hyperparameter {name}: {hint}")
-        kind = type(getattr(cfg, name))
+        default = getattr(cfg, name)
         try:
-            if kind is bool:
+            if isinstance(default, bool):
                 value = {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
-            setattr(cfg, name, kind(value))
+            setattr(cfg, name, type(default)(value))
         except (ValueError, KeyError):
-            raise UserError(f"--{name}={value}: expected something like {getattr(cfg, name)}"
-                            ) from None
+            raise UserError(f"--{name}={value}: expected something like {default}") from None
 
 
 def check_settings(cfg):
     """Reject impossible settings early."""
-    least = {"group_size": 2, "n_numbers": 2} | dict.fromkeys((
-        "n_grpo_steps", "eval_every", "n_eval", "rollout_batch_size", "max_tokens",
-        "max_prompt_tokens", "inner_epochs", "n_minibatches", "gradient_accumulation_steps",
-        "tokens_per_microbatch", "max_number"), 1)
-    least |= dict.fromkeys(("lr", "temperature", "target_kl", "gpu_mem_util"), 1e-12)
-    most = {"clip_range": 0.99, "gpu_mem_util": 0.99, "n_numbers": 8, "min_tokens": cfg.max_tokens,
-            "n_minibatches": cfg.rollout_batch_size}
+    may_be_zero = ("seed", "lora_rank", "save_every", "min_tokens", "warmup_steps", "max_grad_norm",
+                   "clip_range_high", "advantage_eps", "kl_coef", "kl_warmup_steps",
+                   "ref_update_every")
     for name, value in vars(cfg).items():
-        low, high = least.get(name, 0), most.get(name, 2**62)
-        if isinstance(value, (int, float)) and not low <= value <= high:
-            raise UserError(f"{name} must be between {low} and {high}, got {value}")
-    for name, choices in (("loss_type", ("grpo", "dr_grpo", "dapo")), ("kl_estimator", ESTIMATORS),
-                          ("kl_in", ("loss", "reward")), ("device", ("cpu", "cuda"))):
-        if getattr(cfg, name) not in choices:
-            raise UserError(f"{name} must be one of {', '.join(choices)}")
+        is_number = type(value) in (int, float)
+        if is_number and not (0 <= value < 2**62 and (value or name in may_be_zero)):
+            raise UserError(f"{name} is out of range: {value}")
     kl = cfg.use_kl_penalty and cfg.kl_coef > 0
     kl_options = cfg.kl_adaptive or cfg.kl_warmup_steps or cfg.ref_update_every or cfg.ref_offload
-    for is_wrong, text in (
-            (cfg.device == "cuda" and not torch.cuda.is_available(), "no GPU here: --device=cpu"),
-            (cfg.device == "cpu" and (cfg.vllm_sleep or cfg.ref_offload),
-             "vllm_sleep and ref_offload save GPU memory: they need a GPU"),
-            (cfg.rollout_batch_size % cfg.group_size,
-             f"rollout_batch_size counts responses: a multiple of group_size={cfg.group_size}"),
-            (not cfg.operations or cfg.operations.strip("+-*/"), "operations must be some of +-*/"),
-            (cfg.eval_task and cfg.task == "countdown", "eval_task is set, but task is countdown"),
-            (cfg.kl_in == "reward" and cfg.kl_estimator != "k1",
-             "kl_in=reward needs kl_estimator=k1"),
-            (kl_options and not kl, "the KL penalty is off: add --use_kl_penalty=True"),
-            (cfg.lora_rank and (cfg.ref_update_every or cfg.ref_offload),
-             "with lora_rank there is no second model: no ref_update_every, no ref_offload")):
-        if is_wrong:
+    for is_right, text in (
+            (cfg.loss_type in ("grpo", "dr_grpo", "dapo"), "loss_type is grpo, dr_grpo or dapo"),
+            (cfg.kl_estimator in ESTIMATORS, f"kl_estimator is one of {', '.join(ESTIMATORS)}"),
+            (cfg.kl_in == "loss" or (cfg.kl_in == "reward" and cfg.kl_estimator == "k1"),
+             "kl_in is loss, or reward with kl_estimator=k1"),
+            (cfg.device == "cpu" or (cfg.device == "cuda" and torch.cuda.is_available()),
+             "device is cpu, or cuda where there is a GPU"),
+            (cfg.device == "cuda" or not (cfg.vllm_sleep or cfg.ref_offload),
+             "vllm_sleep and ref_offload need a GPU"),
+            (cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0,
+             "rollout_batch_size is a multiple of group_size, which is at least 2"),
+            (max(cfg.clip_range, cfg.gpu_mem_util) < 1, "clip_range and gpu_mem_util are below 1"),
+            (cfg.min_tokens <= cfg.max_tokens, "min_tokens is at most max_tokens"),
+            (2 <= cfg.n_numbers <= 8 and cfg.operations and not cfg.operations.strip("+-*/"),
+             "n_numbers is 2 to 8, operations some of +-*/"),
+            (cfg.task != "countdown" or not cfg.eval_task, "eval_task needs a task from a file"),
+            (kl or not kl_options, "the KL penalty is off: add --use_kl_penalty=True"),
+            (not (cfg.lora_rank and (cfg.ref_update_every or cfg.ref_offload)),
+             "with lora_rank the reference is the policy: no ref_update_every, no ref_offload")):
+        if not is_right:
             raise UserError(text)
     if kl and cfg.kl_in == "loss" and cfg.kl_estimator == "k1" and not cfg.kl_importance_weight:
         print("!!! unweighted k1 in the loss has an expected gradient of zero: only noise (KL.md)")
@@ -1713,19 +1611,19 @@ def start_process_group(device):
     if device == "cpu":
         # Otherwise parallel sums in backward passes differ from run to run on a busy machine.
         torch.use_deterministic_algorithms(True)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if IS_LAUNCHED:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                                timeout=datetime.timedelta(minutes=30))
+        dist.init_process_group(backend)
     elif device == "cuda" and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def make_run_folder(cfg, given):
     """-> out/0003_lr=1e-4, a new folder; out/latest points to it"""
     out, name = Path(cfg.out_dir), None
     if RANK == 0:
-        changes = ",".join(f"{key}={value}" for key, value in given.items() if key != "out_dir")
-        label = re.sub(r"[^\w=.,+-]", "-", f"_{changes}"[:40] if changes else "", flags=re.ASCII)
+        label = "".join(f",{key}={value}" for key, value in given.items() if key != "out_dir")
+        label = re.sub(r"[^\w=.,+-]", "-", label[:40], flags=re.ASCII).replace(",", "_", 1)
         try:
             out.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
@@ -1736,83 +1634,38 @@ def make_run_folder(cfg, given):
         except (OSError, RunFailed) as error:
             raise UserError(f"cannot write to out_dir {cfg.out_dir!r} ({error})") from None
     folder = out / gather(name)[0]
-    print(f"run folder: {folder}", flush=True)
+    print(f"run folder: {folder}")
     return folder
 
 
-# ---- 7. Quick tests, run before every training. The full tests are in test_starter.py --------
+# ---- 7. Quick tests, run before every training. The full tests are in test_starter.py ----
 
 def test_functions():
-    print("=== Running Quick Tests ===")
-    for test in (test_kl, test_loss, test_microbatches):
-        test()
-        print(f"✅ {test.__doc__}")
-    print("=== All Tests Passed! ===", flush=True)
+    """KL terms and the clipped loss by hand; our KL gradient is that of KL(pi || ref)."""
+    policy, ref = torch.tensor([[0.0, 0.5], [0.0, -0.5]], requires_grad=True), torch.zeros(2, 2)
+    k3 = compute_kl_divergence(policy, ref, "k3")
+    expect(k3[:, 1], [math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5])
+    loss, _ = compute_loss(torch.tensor([1.0, -1.0]), policy, ref, 0.2)
+    expect(loss, [[-1.0, -1.2], [1.0, 0.8]])
+    expect(torch.autograd.grad(loss.sum(), policy)[0], [[-1.0, 0.0], [1.0, 0.0]])
+
+    logits, ref, shift = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double()
+    policy, ref = logits.requires_grad_().log_softmax(0), ref.log_softmax(0)
+    old = (logits + 0.3 * shift).log_softmax(0).detach()
+    loss, _ = compute_loss(torch.zeros(1), policy[None], old[None], 0.2, ref[None], 1.0)
+    terms = (old.exp() * loss[0]).sum(), (policy.exp() * (policy - ref)).sum()
+    expect(*(torch.autograd.grad(term, logits, retain_graph=True)[0] for term in terms), 1e-9)
+    print("=== All Tests Passed! ===")
 
 
 def expect(got, wanted, tolerance=1e-6):
     got, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (got, wanted))
-    if got.shape != wanted.shape or not torch.allclose(got, wanted, atol=tolerance, rtol=tolerance):
-        raise AssertionError(f"self-test failed: got {got.tolist()}, expected {wanted.tolist()}")
+    torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_kl():
-    """k1, k2, k3 by hand; our gradient is that of KL(pi || ref), on and off policy"""
-    policy, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    for estimator, wanted in (("k1", [0.5, -1.0]), ("k2", [0.125, 0.5]),
-                              ("k3", [math.exp(-0.5) - 0.5, math.e - 2])):
-        expect(compute_kl_divergence(policy, ref, estimator), [wanted])
-    logits, ref, shift = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double()
-    policy, ref = logits.requires_grad_().log_softmax(0), ref.log_softmax(0)
-    kl, other_kl = (policy.exp() * (policy - ref)).sum(), (ref.exp() * (ref - policy)).sum()
-    for off_policy, is_weighted, wanted in ((0, True, kl), (0.3, True, kl), (0, False, other_kl)):
-        old = (logits + off_policy * shift).log_softmax(0).detach()
-        loss, _ = compute_loss(torch.zeros(1), policy[None], old[None], 0.2, ref[None], 1.0,
-                               kl_importance_weight=is_weighted)
-        terms = ((old.exp() * loss[0]).sum(), wanted)    # an expectation by enumeration
-        expect(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in terms), 1e-9)
-
-
-def test_loss():
-    """rewards, advantages, the clipped loss and its gradient by hand"""
-    texts = [f"<answer>{answer}</answer>" for answer in ("3*5+7", "3*5", "9**9**9", "(" * 99)]
-    advantages, rewards, _ = compute_group_normalized_advantages(
-        texts, [{"numbers": [3, 5, 7], "target": 22}] * 4, reward_fn, 2, 1e-6, True)
-    expect(rewards, [1.0, 0.1, 0.1, 0.1])
-    expect(advantages, [0.5**0.5, -0.5**0.5, 0.0, 0.0], 1e-5)
-    policy = torch.tensor([[0.0, 0.5], [0.0, -0.5]], requires_grad=True)
-    loss, metadata = compute_loss(torch.tensor([1.0, -1.0]), policy, torch.zeros(2, 2), 0.2)
-    loss.sum().backward()
-    expect(loss.detach(), [[-1.0, -1.2], [1.0, 0.8]])
-    expect(policy.grad, [[-1.0, 0.0], [1.0, 0.0]])
-    expect([metadata["clip_fraction"], metadata["ratio_max"]], [0.5, math.exp(0.5)])
-
-
-def test_microbatches():
-    """the gradient of 4 rows is that of 1 + 2 + 1 rows, for all loss types"""
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-                         num_attention_heads=4, num_key_value_heads=2)
-    policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation="packed"))
-    rows = [torch.randint(0, 32, (n,)).tolist() for n in (5, 9, 6, 12)]
-    batch = make_batch([row[:3] for row in rows], [Response(row[3:]) for row in rows])
-    for loss_type in ("grpo", "dr_grpo", "dapo"):
-        gradients = []
-        for split in ([[0, 1, 2, 3]], [[0], [3, 1], [2]]):
-            policy.zero_grad()
-            for i in split:
-                grpo_microbatch_step(policy, batch.input_ids[i], batch.labels[i], batch.mask[i],
-                                     torch.tensor(i) - 1.5, len(split), 0.2, loss_type, 16,
-                                     divisor=loss_divisor(batch.mask, loss_type, 16))
-            gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
-        expect(gradients[1] / gradients[0].norm(), gradients[0] / gradients[0].norm(), 1e-5)
-
-
-def run():
+def run(main):
     """-> exit code. What a person can act on is one line; anything else keeps its traceback."""
-    hint = ""
     try:
-        test_functions()
         main()
         return 0
     except UserError as error:
@@ -1822,20 +1675,21 @@ def run():
     except OSError as error:
         message, code = f"cannot write or read: {error}", 1
     except torch.OutOfMemoryError:
-        message, code = ("out of GPU memory. Try --gradient_checkpointing=True, --vllm_sleep=True, "
-                         "--lora_rank=32, or a smaller gpu_mem_util or tokens_per_microbatch"), 1
+        message, code = ("out of GPU memory. Try --vllm_sleep=True, --lora_rank=32, or a smaller "
+                         "gpu_mem_util or tokens_per_microbatch"), 1
     except KeyboardInterrupt:
         message, code = "stopped at once", 130
-    if code != 2 and Log.in_use:
-        hint = f"\nThe last checkpoint is good: python starter.py --resume={Log.in_use}"
-    print(f"error: {message}{hint}", file=sys.stderr, flush=True)
+    print(f"error: {message}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
     if RANK:
-        sys.stdout = open(os.devnull, "w")    # only rank 0 prints
-    exit_code = run()
+        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
+    test_functions()
+    exit_code = run(main)
+    if exit_code in (1, 130) and Log.in_use:
+        print(f"continue from the last checkpoint: python starter.py --resume={Log.in_use}")
     if exit_code or IS_LAUNCHED:
         sys.stdout.flush()
-        os._exit(exit_code)    # an orderly exit could wait for a dead rank
+        os._exit(exit_code)  # an orderly exit could wait for a dead rank

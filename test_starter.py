@@ -131,8 +131,13 @@ def settings_of(**changes):
                 "lr": 0.1, "kl_coef": 0.01, "target_kl": 0.1, "use_kl_penalty": True,
                 "n_eval": 8, "max_prompt_tokens": 64, "prompt": "{question}=", "task": "file",
                 "n_numbers": 3, "max_number": 20, "operations": "+-", "n_grpo_steps": 10,
-                "ref_update_every": 0}
+                "ref_update_every": 0, "min_tokens": 0, "max_tokens": 12, "use_vllm": True,
+                "enforce_eager": True, "vllm_sleep": False, "gpu_mem_util": 0.2}
     return SimpleNamespace(**defaults | changes)
+
+
+def countdown(**changes):
+    return settings_of(**{"task": "countdown", "prompt": starter.SHORT_PROMPT} | changes)
 
 
 @pytest.fixture(scope="session")
@@ -142,10 +147,9 @@ def warm_folder(tmp_path_factory):
     model, tokenizer = tiny.make_model(), tiny.make_tokenizer()
 
     def examples(step):
-        problems = [starter.make_problem(7, 32 * step + i, n_numbers=2, max_number=9,
-                                         operations="+-") for i in range(32)]
-        return [(starter.fill_template(starter.SHORT_PROMPT, problem),
-                 f"<answer>{problem['solution']}</answer>") for problem in problems]
+        cfg = countdown(n_numbers=2, max_number=9)
+        problems = [starter.make_problem(cfg, 7, 32 * step + i) for i in range(32)]
+        return [(p["prompt"], f"<answer>{p['solution']}</answer>") for p in problems]
 
     tiny.warm_start(model, tokenizer, examples, 60)
     model.save_pretrained(folder)
@@ -195,7 +199,7 @@ for line in sys.stdin:
         os.chdir(request["folder"])
         exec(request["before"])
         sys.argv = ["starter.py", *request["arguments"]]
-        code = starter.run()
+        code = starter.run(starter.main)
         sys.stdout.flush()
         os._exit(code)
     print(child, flush=True)
@@ -282,11 +286,11 @@ def sums(numbers):
 
 @pytest.mark.parametrize("size", [(2, 20, "+-"), (3, 20, "+-"), (4, 50, "+-*/"), (8, 9, "*/")])
 def test_made_problems_have_a_solution_and_no_problem_is_in_both_splits(size):
-    made = {}
+    cfg, made = countdown(**dict(zip(("n_numbers", "max_number", "operations"), size))), {}
     for split in ("train", "held-out"):
-        problems = [starter.make_problem(5, i, split, *size) for i in range(60)]
-        assert problems == [starter.make_problem(5, i, split, *size) for i in range(60)]
-        assert problems != [starter.make_problem(6, i, split, *size) for i in range(60)]
+        problems = [starter.make_problem(cfg, 5, i, split) for i in range(60)]
+        assert problems == [starter.make_problem(cfg, 5, i, split) for i in range(60)]
+        assert problems != [starter.make_problem(cfg, 6, i, split) for i in range(60)]
         for problem in problems:
             value = starter.evaluate_expression(problem["solution"], problem["numbers"])
             assert value == problem["target"] and 0 < value < 100
@@ -296,14 +300,12 @@ def test_made_problems_have_a_solution_and_no_problem_is_in_both_splits(size):
     assert not made["train"] & made["held-out"]
 
 
-def test_held_out_problems_differ_from_each_other_and_are_enough():
-    _, held_out = starter.read_task(settings_of(task="countdown", prompt="{numbers}", n_eval=50))
-    assert len({(*sorted(p["numbers"]), p["target"]) for p in held_out}) == len(held_out) == 50
-    small = {"task": "countdown", "prompt": "", "n_numbers": 2, "max_number": 5}
-    with pytest.raises(UserError, match="n_eval"):
-        starter.read_task(settings_of(**small, n_eval=40))
+def test_held_out_problems_are_as_many_as_asked_for_or_an_error():
+    rows, held_out = starter.read_task(countdown(n_eval=50))
+    assert rows == [] and len(held_out) == 50
+    assert held_out == starter.read_task(countdown(n_eval=50, seed=9))[1], "for every seed the same"
     with pytest.raises(UserError, match="no Countdown problem"):
-        starter.read_task(settings_of(**small | {"max_number": 1, "operations": "-"}))
+        starter.read_task(countdown(n_numbers=2, max_number=1, operations="-"))
 
 
 @pytest.mark.parametrize("text, numbers, value", [
@@ -407,7 +409,7 @@ def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
 
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
 BAD_FILES = [
-    (None, "No such file"), ("", "problems to train on"), ("\n \n", "problems to train on"),
+    (None, "No such file"), ("", "too few problems"), ("\n \n", "too few problems"),
     (GOOD + "{'prompt': 1}", "line 3"),
     (GOOD + "\n[1, 2]\n", "line 4"), ("null", "line 1"), (GOOD + "[" * 100_000, "line 3"),
     ('{"prompt": "x"}', "answer"), ('{"prompt": "x", "answer": null}', "answer"),
@@ -444,7 +446,7 @@ def make_task(rows, eval_rows=(), **changes):
 
 
 def prompts_of(task, n):
-    return [task.render(task.problem(i)) for i in range(n)]
+    return [task.problem(i)["rendered"] for i in range(n)]
 
 
 def question_rows(numbers):
@@ -474,31 +476,31 @@ def test_no_rendered_prompt_is_on_both_sides_of_the_split():
     rows = question_rows(range(40))
     twins = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     task = make_task(rows + twins)
-    held_out = {task.render(row) for row in task.held_out}
+    held_out = {row["rendered"] for row in task.held_out}
     assert len(task.held_out) == 8 and len(task.training) == 80 - 2 * len(held_out)
     assert not held_out & set(prompts_of(task, len(task.training)))
     other = make_task((rows + twins)[::-1], seed=2)
-    assert {other.render(row) for row in other.held_out} & held_out
+    assert {row["rendered"] for row in other.held_out} == held_out
 
 
 def test_rows_of_eval_task_are_not_trained_on():
     task = make_task(question_rows(range(20)), question_rows(range(15, 25)))
     assert len(task.training) == 15 and len(task.held_out) == 8
     trained = set(prompts_of(task, 15))
-    assert not trained & {task.render(row) for row in question_rows(range(15, 25))}
-    with pytest.raises(UserError, match="must leave problems"):
+    assert not trained & {task.encode(row)["rendered"] for row in question_rows(range(15, 25))}
+    with pytest.raises(UserError, match="too few problems"):
         make_task(question_rows(range(5)), question_rows(range(5)))
 
 
 def test_long_prompts_are_left_out_and_the_message_names_the_flag(capsys):
     long = {"prompt": "x" * 100, "answer": "1"}
     task = make_task([*question_rows(range(20)), long])
-    length = len(task.encode(long))
+    length = len(task.encode(long)["prompt_ids"])
     assert len(task.training) == 16
     assert f"--max_prompt_tokens={length} keeps all" in capsys.readouterr().out
     assert len(make_task([*question_rows(range(20)), long],
                          max_prompt_tokens=length).training) == 17
-    with pytest.raises(UserError, match="must leave problems"):
+    with pytest.raises(UserError, match="too few problems"):
         make_task([long, long | {"prompt": "y" * 100}])
 
 
@@ -554,15 +556,16 @@ def test_packed_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, kin
 
 def test_a_prompt_shared_by_a_group_is_computed_once():
     batch = make_groups()
-    packed = starter.pack(batch.input_ids, batch.labels, batch.mask)
+    rows, device = (batch.input_ids, batch.labels, batch.mask), torch.device("cpu")
+    inputs, predictors, targets = starter.pack(*rows, device)
     # Prompts, and responses without their last tokens. A prompt ends before the first token of the
     # mask, so row 10, whose first token is masked, is not shared and lays its prompt down again.
     first, second = 7 + (4 + 0 + 8 + 1), 3 + 2 + 0 + 0
     third, fourth = (11 + 5) + 19 + (11 + 1) + (11 + 7), (11 + 3) + 2 + 1 + 0
-    assert len(packed.ids) == first + second + third + fourth
-    assert len(packed.targets) == batch.mask.sum() == len(packed.predictors)
-    alone = starter.pack(*(tensor[:4] for tensor in (batch.input_ids, batch.labels, batch.mask)))
-    assert len(alone.ids) == first
+    assert inputs["input_ids"].shape == (1, first + second + third + fourth)
+    assert len(targets) == batch.mask.sum() == len(predictors)
+    alone, *_ = starter.pack(*(tensor[:4] for tensor in rows), device)
+    assert alone["input_ids"].shape == (1, first)
 
 
 def test_log_probs_without_mask_with_negative_labels_and_of_any_model():
@@ -667,11 +670,6 @@ def test_a_model_that_cannot_be_loaded_is_one_line(save_folder, tmp_path):
     for bad in (folder, tmp_path, "no/such/model"):
         with pytest.raises(UserError, match="cannot load the model"):
             starter.init_policy(str(bad))
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    del tokenizer["eos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match="no eos_token"):
-        starter.init_policy(str(folder))
 
 
 def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(save_folder):
@@ -718,9 +716,9 @@ def test_the_reference_is_frozen_and_a_refresh_copies_the_policy():
     reference = starter.make_reference(policy, settings_of(lora_rank=0, compile=False))
     assert not reference.training and not any(p.requires_grad for p in reference.parameters())
     randomize(policy.model, 5)
-    state = SimpleNamespace(step=7, ref_step=0, kl_smooth=0.3, kl_reached=True)
+    state = SimpleNamespace(step=7, ref_step=0, kl_smooth=0.3)
     starter.refresh_reference(reference, policy, state)
-    assert vars(state) == {"step": 7, "ref_step": 7, "kl_smooth": 0.0, "kl_reached": False}
+    assert vars(state) == {"step": 7, "ref_step": 7, "kl_smooth": 0.0}
     pairs = list(zip(policy.parameters(), reference.parameters()))
     assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs)
 
@@ -735,7 +733,7 @@ def test_tiny_is_recognised_by_its_config(warm_folder, save_folder):
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
 # Longer than a block of vLLM's prefix cache.
 LONG_PROMPTS = [[2 + (i * j) % 250 for j in range(150)] for i in (7, 11)]
-PARAMS = starter.init_sampling_params(1.0, 0, 12, 4, [256])
+PARAMS = starter.init_sampling_params(settings_of(), 4, [256])
 
 
 def worst_gap(policy, prompts, responses, temperature=1.0):
@@ -789,7 +787,7 @@ def ending_policy(kind):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_torch_sampler(kind):
     policy = ending_policy(kind)
-    llm = starter.init_vllm(policy, 64, 12, use_vllm=False)
+    llm = starter.init_vllm(policy, settings_of(use_vllm=False))
     check_sampler(policy, llm)
     assert policy.training and policy.model.config._attn_implementation == "packed"
     assert starter.rollout_with_vllm(llm, [], PARAMS, 42, 1) == []
@@ -820,31 +818,26 @@ def test_torch_sampler_samples_from_the_distribution():
 def test_a_large_rollout_is_sampled_in_parts_with_the_same_result(monkeypatch):
     llm = starter.TorchSampler(make_policy())
     whole = starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 0, 0)
-    sizes, generate_batch = [], llm.generate_batch
+    sizes, forward = set(), llm.model.forward
 
-    def watched(prompts, *rest):
-        sizes.append(len(prompts))
-        return generate_batch(prompts, *rest)
+    def watched(ids, **options):
+        sizes.add(len(ids))
+        return forward(ids, **options)
 
-    monkeypatch.setattr(llm, "generate_batch", watched)
-    many = PARAMS | {"max_tokens": 4000, "n": 10, "stop_token_ids": list(range(VOCABULARY))}
-    starter.rollout_with_vllm(llm, PROMPTS * 2, many, 0, 0)
-    assert sizes == [3, 3], "2**17 tokens are 3 prompts of 10 responses of 4,006 tokens"
-    assert ids_of(starter.rollout_with_vllm(llm, PROMPTS[:1], PARAMS, 0, 0)) == ids_of(whole[:4])
+    monkeypatch.setattr(llm.model, "forward", watched)
+    monkeypatch.setattr(starter, "MOST_CACHED_TOKENS", 150)
+    assert ids_of(starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 0, 0)) == ids_of(whole)
+    assert sizes == {4, 8}, "one prompt, then two: 4 responses each, of up to 18 tokens"
 
 
 @pytest.fixture(scope="module")
 def engine():
     """The real vLLM. Its model is tied, which is where a sync can go wrong."""
     policy = ending_policy("qwen3")
-    torch.manual_seed(123)
-    before = torch.get_rng_state()
-    threads = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
-    llm = starter.init_vllm(policy, 256, 64)
+    threads = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    llm = starter.init_vllm(policy, settings_of(max_prompt_tokens=200))
     assert not isinstance(llm, starter.TorchSampler), "the real vLLM must start here"
-    assert torch.equal(before, torch.get_rng_state())
-    assert threads == (torch.get_num_threads(), torch.set_num_threads,
-                       torch.get_float32_matmul_precision())
+    assert threads == (torch.get_num_threads(), torch.get_float32_matmul_precision())
     return policy, llm
 
 
@@ -885,7 +878,7 @@ def test_missing_responses_of_vllm_are_noticed(engine, monkeypatch):
 
 def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert isinstance(starter.init_vllm(make_policy(), 64, 8), starter.TorchSampler)
+    assert isinstance(starter.init_vllm(make_policy(), settings_of()), starter.TorchSampler)
     assert "!!! vLLM cannot be used here" in capsys.readouterr().out
 
 
@@ -1302,8 +1295,8 @@ def test_the_step_takes_old_and_reference_log_probs_as_given():
 
 def make_state(**changes):
     return SimpleNamespace(**{"step": 1, "skipped": 0, "skips_in_a_row": 0, "kl_coef": 0.01,
-                              "kl_coef_set": 0.01, "kl_smooth": 0.0, "kl_reached": False,
-                              "ref_step": 0, "best_reward": 0.0} | changes)
+                              "kl_coef_set": 0.01, "kl_smooth": 0.0, "ref_step": 0,
+                              "best_reward": 0.0} | changes)
 
 
 def test_the_exact_kl_needs_the_reference_model():
@@ -1359,8 +1352,8 @@ def test_the_adaptive_coefficient_follows_the_kl():
             starter.adapt_kl_coef(state, value, cfg)
         return state.kl_coef
 
-    assert adapt(0.0, 0.01, 0.02) == 0.01, "the KL begins at 0: no reason to lower the coefficient"
-    assert adapt(0.3) > 0.0149 and adapt(0.5, 0.5) > 0.03
+    assert adapt(0.2) == adapt(0.1) == 0.01, "between half the target and 1.5 times the target"
+    assert adapt(0.3) == pytest.approx(0.015) and adapt(0.5, 0.5) > 0.03
     high = state.kl_coef
     assert adapt(math.nan, math.inf) == high, "held where the KL is not finite"
     state.kl_smooth = 0.1
@@ -1378,19 +1371,18 @@ def test_evaluation_counts_what_it_says():
     task = make_task(question_rows(range(20)), question_rows(range(30, 33)))
     llm, rewards = starter.TorchSampler(make_policy()), iter([1.0, 0.0, 0.95, 0.1, 0.1, 0.1] * 2)
     params = PARAMS | {"n": 2}
-    metrics, samples, table = starter.evaluate_model(llm, task, params, [256],
-                                                     lambda text, problem: next(rewards))
+    metrics, rows = starter.evaluate_model(llm, task, params, [256],
+                                           lambda text, problem: next(rewards))
     assert metrics["eval/accuracy"] == pytest.approx(2 / 6)
     assert metrics["eval/mean_reward"] == pytest.approx(2.25 / 6)
-    assert table.tolist() == [[1.0, 0.0], [0.95, 0.1], [0.1, 0.1]]
-    assert [sample["answer"] for sample in samples] == [30 + 2, 31 + 3, 32 + 4]
-    assert [sample["reward"] for sample in samples] == [1.0, 0.95, 0.1]
-    responses = starter.rollout_with_vllm(llm, [task.encode(row) for row in task.held_out], params,
-                                          0, "eval")
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.95, 0.1, 0.1, 0.1]
+    assert [row["answer"] for row in rows[::2]] == [30 + 2, 31 + 3, 32 + 4]
+    prompts = [row["prompt_ids"] for row in task.held_out]
+    responses = starter.rollout_with_vllm(llm, prompts, params, 0, "eval")
     lengths = [len(response.ids) for response in responses]
     assert metrics["eval/avg_output_tokens"] == pytest.approx(np.mean(lengths))
     again = starter.evaluate_model(llm, task, params, [256], lambda text, problem: next(rewards))
-    assert again[1] == samples, "the same seeds every time"
+    assert again[1] == rows, "the same seeds every time"
 
 
 def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
@@ -1553,25 +1545,23 @@ BAD_SETTINGS = [
     (["--seed=-1"], "seed"),
     (["--use_kl_penalty=yes"], "--use_kl_penalty=yes: expected"), (["--seed=99999999999999999999"],
                                                                    "seed"),
-    (["--lr=0"], "lr must be"), (["--lr=nan"], "lr must be"), (["--kl_coef=inf"],
-                                                               "kl_coef must be"),
-    (["--group_size=1"], "group_size must be"), (["--rollout_batch_size=9"],
-                                                 "multiple of group_size"),
-    (["--n_grpo_steps=0"], "n_grpo_steps must be"), (["--temperature=0"], "temperature must be"),
-    (["--clip_range=1.5"], "clip_range must be"), (["--clip_range_high=-0.1"], "clip_range_high"),
-    (["--loss_type=ppo"], "grpo, dr_grpo, dapo"), (["--min_tokens=50"], "min_tokens"),
-    (["--gpu_mem_util=1.5"], "gpu_mem_util"), (["--n_numbers=1"], "n_numbers must be"),
-    (["--n_numbers=9"], "n_numbers must be"), (["--operations=^"], "some of +-*/"),
+    (["--lr=0"], "lr is out of range"), (["--lr=nan"], "lr is out"), (["--kl_coef=inf"], "kl_coef is"),
+    (["--group_size=1"], "at least 2"), (["--rollout_batch_size=9"], "multiple of group_size"),
+    (["--n_grpo_steps=0"], "n_grpo_steps is out"), (["--temperature=0"], "temperature is out"),
+    (["--clip_range=1.5"], "clip_range and"), (["--clip_range_high=-0.1"], "clip_range_high"),
+    (["--loss_type=ppo"], "grpo, dr_grpo or dapo"), (["--min_tokens=50"], "min_tokens"),
+    (["--gpu_mem_util=1.5"], "gpu_mem_util"), (["--n_numbers=1"], "n_numbers is 2 to 8"),
+    (["--n_numbers=9"], "n_numbers is 2 to 8"), (["--operations=^"], "some of +-*/"),
     (["--operations="], "some of +-*/"),
-    (["--max_prompt_tokens=4"], "must leave problems"), (["--n_eval=100"], "n_eval"),
-    (["--device=tpu"], "cpu, cuda"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
+    (["--max_prompt_tokens=4"], "too few problems"), (["--n_eval=-1"], "n_eval"),
+    (["--device=tpu"], "device is cpu"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
     (["--ref_offload=True", KL, "--device=cpu"], "need a GPU"),
-    (["--n_minibatches=100"], "n_minibatches"), (["--kl_estimator=k4", KL], "k1, k2, k3, exact"),
-    (["--kl_in=both", KL], "loss, reward"), (["--kl_in=reward", KL], "needs kl_estimator=k1"),
+    (["--n_minibatches=0"], "n_minibatches"), (["--kl_estimator=k4", KL], "k1, k2, k3, exact"),
+    (["--kl_in=both", KL], "kl_in is loss"), (["--kl_in=reward", KL], "kl_estimator=k1"),
     (["--kl_adaptive=True"], "KL penalty is off"), (["--ref_update_every=5"], "KL penalty is off"),
     (["--kl_warmup_steps=5", KL, "--kl_coef=0"], "KL penalty is off"),
     (["--ref_update_every=5", KL, "--lora_rank=2"], "with lora_rank"),
-    (["--eval_task=x.jsonl"], "task is countdown"), (["--task=no/such.jsonl"], "no/such.jsonl"),
+    (["--eval_task=x.jsonl"], "task from a file"), (["--task=no/such.jsonl"], "no/such.jsonl"),
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
     (["--model_id=no/such/model"], "cannot load the model"), (["--resume=latest"],
                                                               "no run to resume"),
@@ -1645,12 +1635,11 @@ def test_quick_tests_pass_and_notice_broken_functions(monkeypatch, capsys):
     value_and_slope, clipped_loss = starter.kl_value_and_slope, starter.compute_loss
     broken = {
         "kl_value_and_slope": lambda *a: (value_and_slope(*a)[0], torch.ones(1, 1)),
-        "compute_loss": lambda *a, **k: (2 * clipped_loss(*a, **k)[0], clipped_loss(*a, **k)[1]),
-        "reward_fn": lambda text, truth: 1.0}
+        "compute_loss": lambda *a, **k: (2 * clipped_loss(*a, **k)[0], clipped_loss(*a, **k)[1])}
     for name, wrong in broken.items():
         with monkeypatch.context() as patch:
             patch.setattr(starter, name, wrong)
-            with pytest.raises(AssertionError, match="self-test failed"):
+            with pytest.raises(AssertionError):
                 starter.test_functions()
 
 
@@ -1731,8 +1720,7 @@ def test_without_kl_there_are_no_kl_scalars_and_the_model_loads_anywhere(run_mai
 
 def test_training_raises_the_reward(run_main):
     rows = rows_of(run_main("--n_grpo_steps=20", "--rollout_batch_size=64", "--group_size=8",
-                            "--lr=5e-4",
-                            "--save_every=0", "--eval_every=100"))
+                            "--lr=5e-4", "--seed=1", "--save_every=0", "--eval_every=100"))
     rewards = [row["train/reward_mean"] for row in rows[1:]]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.08, rewards
 
@@ -1791,8 +1779,8 @@ def test_options(run_main, save_folder, tmp_path, monkeypatch, arguments, check)
     write_rows(tmp_path / "eval.jsonl", sums(range(50, 60)))
     if "--model_id=other" in arguments:
         shutil.copytree(save_folder(), tmp_path / "other")
-        # Random weights answer nothing right, so that the reward is the share of one letter.
-        monkeypatch.setattr(starter, "reward_fn", lambda text, problem: text.count("a") / 9)
+        # Random weights answer nothing right, so that the reward is about the letters.
+        monkeypatch.setattr(starter, "reward_fn", lambda text, problem: len(set(text)) / 99)
     # The C++ compiler would take half a minute; this traces the same graphs. The GPU tests use it.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     folder = run_main(*arguments)
@@ -1852,13 +1840,10 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(run_mai
 
 def test_weights_that_do_not_arrive_and_another_reference_are_noticed(run_main, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(starter.TorchSampler, "load_weights",
-                      lambda sampler, weights: sampler.model.load_state_dict(dict(weights))
-                      if not hasattr(sampler, "is_stale") else None)
         generate = starter.TorchSampler.generate
 
         def stale(sampler, *arguments):
-            sampler.is_stale = True
+            sampler.model.load_state_dict = lambda weights: None
             return generate(sampler, *arguments)
 
         patch.setattr(starter.TorchSampler, "generate", stale)
@@ -1898,8 +1883,8 @@ def test_best_is_the_model_of_the_best_evaluation(run_main, monkeypatch):
     scores, evaluate_model = iter([0.5, 0.4, 0.7, 0.6]), starter.evaluate_model
 
     def scripted(*arguments):
-        metrics, samples, rewards = evaluate_model(*arguments)
-        return metrics | {"eval/mean_reward": next(scores)}, samples, rewards
+        metrics, rows = evaluate_model(*arguments)
+        return metrics | {"eval/mean_reward": next(scores)}, rows
 
     monkeypatch.setattr(starter, "evaluate_model", scripted)
     folder = run_main("--eval_every=1")
@@ -1974,7 +1959,7 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
     assert rows_of(folder)[-1]["train/kl_coef"] == 0.003
 
 
-LONG_RUN = [*SMALL, KL, "--n_minibatches=2", "--n_grpo_steps=12", "--save_every=2"]
+LONG_RUN = [*SMALL, KL, "--n_minibatches=2", "--n_grpo_steps=16", "--save_every=2"]
 
 
 @pytest.fixture(scope="module")
@@ -1987,13 +1972,12 @@ def whole_run(script, warm_folder, tmp_path_factory):
 
 def test_five_kills_at_random_moments_change_nothing(script, whole_run, warm_folder, tmp_path):
     rng = random.Random(time.time_ns())
-    moments = ["Running Quick Tests", "run folder", "Step 2 ", "Step 5 ", "Step 8 "]
-    for moment in moments:
+    for n_lines in (0, 1, 3, 2, 1):    # a step writes a line or two
         is_started = (tmp_path / "out" / "latest" / "config.json").exists()
         start = ["--resume=latest"] if is_started else [f"--model_id={warm_folder}", *LONG_RUN]
         script.start(tmp_path, *start)
-        script.until(moment)
-        time.sleep(rng.random() * 0.4)
+        wait_for(lambda: script.text().count("Step ") >= n_lines, f"{n_lines} lines")
+        time.sleep(rng.random() * 0.2)
         os.kill(script.pid, signal.SIGKILL)
         assert script.end() == -signal.SIGKILL, script.text()
     assert script.run(tmp_path, "--resume=latest") == 0, script.text()
@@ -2018,11 +2002,11 @@ def test_ctrl_c_saves_and_the_printed_command_continues(script, whole_run, warm_
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, whole_run, tmp_path):
     folder = tmp_path / "out" / "0001"
     shutil.copytree(whole_run.resolve(), folder)
-    (folder / "checkpoint" / "step_00000012.pt").write_bytes(b"PK damaged")
+    (folder / "checkpoint" / "step_00000016.pt").write_bytes(b"PK damaged")
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 13, "tr')
+        file.write('{"step": 17, "tr')
     assert script.run(tmp_path, "--resume=out/0001") == 0, script.text()
-    assert "is damaged" in script.text() and "after step 10" in script.text()
+    assert "is damaged" in script.text() and "after step 14" in script.text()
     assert numbers_of(folder) == numbers_of(whole_run) and equal_weights(folder, whole_run)
 
 
@@ -2130,11 +2114,11 @@ def test_the_warm_start_uses_no_problem_of_training_or_evaluation():
         numbers, target = prompt[:-1].split("=")
         problem = {"numbers": [int(n) for n in numbers.split()], "target": int(target)}
         assert starter.reward_fn(response, problem) == 1.0
-    cfg = settings_of(task="countdown", prompt=starter.SHORT_PROMPT, seed=42)
+    cfg = countdown(seed=42)
     task = starter.Task(cfg, *starter.read_task(cfg), tiny.make_tokenizer())
     warm = {prompt for step in range(300) for prompt, _ in tiny.countdown_examples(step, n=2)}
     assert not warm & {problem["prompt"] for problem in task.held_out}
-    first = starter.make_problem(42, 10_000_000, "train", 3, 20, "+-")
+    first = starter.make_problem(tiny.PROBLEMS, 42, 10_000_000)
     assert first.items() <= task.problem(0).items(), "far behind the 300 x 128 problems of tiny.py"
 
 

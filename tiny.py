@@ -8,6 +8,7 @@ rest is for GRPO. Its problems come before those of starter.py and are never hel
 """
 import math
 import time
+from types import SimpleNamespace
 
 import starter
 import tiktoken
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-SIZE = {"n_numbers": 3, "max_number": 20, "operations": "+-"}
+PROBLEMS = SimpleNamespace(n_numbers=3, max_number=20, operations="+-", prompt=starter.SHORT_PROMPT)
 ANY = r"[\s\S]"    # one letter at a time
 SPECIAL = ["<|end|>", "<|pad|>", "<answer>", "</answer>"]    # ids 256 to 259, after the bytes
 
@@ -45,7 +46,7 @@ def make_tokenizer():
 def make_model(seed=42):
     torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=260, hidden_size=128, intermediate_size=512, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
                          bos_token_id=None, eos_token_id=256, pad_token_id=257,
                          tie_word_embeddings=False, initializer_range=0.08, is_tiny=True)
     return AutoModelForCausalLM.from_config(config)
@@ -53,9 +54,8 @@ def make_model(seed=42):
 
 def countdown_examples(step, seed=42, n=128):
     """-> [(prompt, response), ...] for one step of the warm start"""
-    problems = [starter.make_problem(seed, step * n + i, **SIZE) for i in range(n)]
-    return [(starter.fill_template(starter.SHORT_PROMPT, problem), f"<answer>{problem['solution']}</answer>")
-            for problem in problems]
+    problems = [starter.make_problem(PROBLEMS, seed, step * n + i) for i in range(n)]
+    return [(problem["prompt"], f"<answer>{problem['solution']}</answer>") for problem in problems]
 
 
 def warm_start(model, tokenizer, examples, steps, lr=4e-3):
