@@ -35,8 +35,8 @@ if IS_LAUNCHED:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.split(",")[local:local + 1])
 
-import ast, contextlib, copy, difflib, functools, hashlib, html, json, math, operator, random, re
-import shutil, signal, tempfile, time, warnings, zipfile, zlib
+import ast, contextlib, copy, difflib, functools, gc, hashlib, html, json, math, operator, random
+import re, shutil, signal, tempfile, time, warnings, zipfile, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -809,41 +809,40 @@ class Response(NamedTuple):
 
 
 def init_vllm(policy, cfg):
-    config = copy.deepcopy(policy.model.config)
+    config, llm = copy.deepcopy(policy.model.config), None
     config.architectures = [type(policy.model).__name__]
-    max_model_len = cfg.max_prompt_tokens + cfg.max_tokens
-    if max_model_len > getattr(config, "max_position_embeddings", math.inf):
-        raise UserError(f"max_prompt_tokens + max_tokens is {max_model_len}, but the context of "
-                        f"this model is {config.max_position_embeddings}")
-    if not cfg.use_vllm:
-        return TorchSampler(policy)
-    print("starting vLLM ...")
-    # More than 512 sequences at once are slower: they have no CUDA graphs. A tied output layer can
-    # go stale in a sync, so it gets weights of its own.
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
-               "max_model_len": max_model_len, "logprobs_mode": "processed_logprobs",
-               "max_num_seqs": min(512, max(64, cfg.rollout_batch_size // WORLD)),
-               "disable_log_stats": True, "hf_overrides": {"tie_word_embeddings": False}}
+    length = cfg.max_prompt_tokens + cfg.max_tokens
+    if length > getattr(config, "max_position_embeddings", math.inf):
+        raise UserError(f"max_prompt_tokens + max_tokens is {length}, but the model's context is "
+                        f"{config.max_position_embeddings}")
     if cfg.device == "cuda":
-        options |= {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
-                    "enable_sleep_mode": cfg.vllm_sleep, "enforce_eager": cfg.enforce_eager}
+        options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
+                   "enable_sleep_mode": cfg.vllm_sleep, "enforce_eager": cfg.enforce_eager}
     else:
         # Chunked prefill breaks seeded requests on a CPU, so a prompt must fit into a batch.
-        options |= {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
-                    "enable_chunked_prefill": False,
-                    "max_num_batched_tokens": max(4096, max_model_len)}
+        options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
+                   "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, length)}
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        if cfg.use_vllm:
+            print("starting vLLM ...")
             from vllm import LLM
-            config.save_pretrained(folder)
-            llm = LLM(model=folder, **options)
+            with tempfile.TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                # More than 512 sequences at once are slower: they have no CUDA graphs. A tied
+                # output layer can go stale in a sync, so it gets weights of its own.
+                llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, seed=0,
+                          max_model_len=length, logprobs_mode="processed_logprobs",
+                          max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)),
+                          hf_overrides={"tie_word_embeddings": False}, **options)
     except (ImportError, AttributeError, OSError) as error:
         print(f"!!! vLLM cannot be used here ({error!r:.150}): sampling with torch")
-        return TorchSampler(policy)
     except (ValueError, RuntimeError) as error:
         raise RunFailed(f"vLLM cannot start ({str(error)[:400]}). Is memory short? Try another "
                         "gpu_mem_util or max_tokens, or --use_vllm=False") from error
+    if llm is None:
+        llm, cfg.vllm_sleep = TorchSampler(policy), False
     load_policy_into_vllm_instance(policy, llm)
+    gc.freeze()  # vLLM's objects are many: without them garbage collection is cheap
     return llm
 
 
@@ -863,7 +862,7 @@ def load_policy_into_vllm_instance(policy, llm):
 
 
 def init_sampling_params(cfg, n, stop_ids):
-    """Arguments of vllm.SamplingParams. logprobs=0: the log-prob of the sampled token alone."""
+    """Arguments of vllm.SamplingParams. logprobs=0: of the sampled token alone."""
     return {"n": n, "temperature": cfg.temperature, "min_tokens": cfg.min_tokens,
             "max_tokens": cfg.max_tokens, "stop_token_ids": list(stop_ids), "logprobs": 0,
             "flat_logprobs": True, "detokenize": False}
@@ -871,13 +870,11 @@ def init_sampling_params(cfg, n, stop_ids):
 
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     """-> params["n"] Responses to each prompt of token ids; `first` prompts are on lower ranks"""
-    if not prompts:
-        return []
     # The seed of the first response to each prompt; the next ones have + 1, + 2, ...
     seeds = [random.Random(f"{seed}/{step}/{first + i}").getrandbits(48)
              for i in range(len(prompts))]
-    if isinstance(llm, TorchSampler):
-        return llm.generate(prompts, params, seeds)
+    if not prompts or isinstance(llm, TorchSampler):
+        return llm.generate(prompts, params, seeds) if prompts else []
     from vllm import SamplingParams
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts],
                            [SamplingParams(**params, seed=seed) for seed in seeds], use_tqdm=False)
@@ -892,16 +889,11 @@ class TorchSampler:
     """Stands in for vLLM: a copy of the model and left-padded prompts."""
 
     def __init__(self, policy):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(policy.model.config),
-                                                 attn_implementation="sdpa",
+        config = copy.deepcopy(policy.model.config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa",
                                                  dtype=policy.compute_dtype)
         self.model = model.to(policy.device).eval()
         load_policy_into_vllm_instance(policy, self)
-
-    def sleep(self, **options):
-        """There is no memory to free."""
-
-    wake_up = sleep
 
     @torch.no_grad()
     def generate(self, prompts, params, seeds):
@@ -936,9 +928,9 @@ class TorchSampler:
             is_done |= torch.isin(ids[:, 0], torch.tensor(stop_ids, device=device))
         responses = []
         for ids, logp in zip(torch.stack(tokens, 1).tolist(), torch.stack(logps, 1).tolist()):
-            ends = [i + 1 for i, token in enumerate(ids) if token in stop_ids]
-            length = ends[0] if ends else len(ids)
-            responses.append(Response(ids[:length], logp[:length], None, bool(ends)))
+            length = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
+            finished = ids[length - 1] in stop_ids
+            responses.append(Response(ids[:length], logp[:length], None, finished))
         return responses
 
 
