@@ -631,7 +631,7 @@ def test_exact_kl_and_entropy_where_both_models_ban_a_token():
     logits[:, 3] = ref_logits[:, 3] = -math.inf
     logits.requires_grad_()
     targets = torch.tensor([0, 1, 2, 4, 5])
-    log_probs, entropy, _, kl = starter.chunk_stats(logits, None, targets, 1.0, ref_logits)
+    log_probs, entropy, _, kl = starter.chunk_stats(None, None, 1.0, logits, targets, ref_logits)
     (log_probs.sum() + kl.sum()).backward()
     rest = [0, 1, 2, 4, 5, 6, 7, 8]
     policy, ref = logits[:, rest].log_softmax(-1), ref_logits[:, rest].log_softmax(-1)
@@ -794,7 +794,7 @@ def test_torch_sampler(kind):
     greedy = starter.rollout_with_vllm(llm, PROMPTS[:1], PARAMS | {"temperature": 0.0, "n": 1}, 0,
                                        0)
     with torch.no_grad():
-        best = policy.model(torch.tensor(PROMPTS[:1])).logits[0, -1].argmax()
+        best = eager_copy(policy)(torch.tensor(PROMPTS[:1])).logits[0, -1].argmax()
     assert greedy[0].ids[0] == best
 
 
@@ -806,7 +806,7 @@ def test_torch_sampler_samples_from_the_distribution():
 
     def check(tokens, prompt):
         with torch.no_grad():
-            wanted = policy.model(torch.tensor([prompt])).logits[0, -1].softmax(-1).numpy()
+            wanted = eager_copy(policy)(torch.tensor([prompt])).logits[0, -1].softmax(-1).numpy()
         seen = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
         assert np.abs(seen - wanted).max() < 4 * math.sqrt(0.25 / len(tokens))
 
@@ -943,7 +943,7 @@ def test_make_batch_shifts_and_masks_by_length():
     responses = [Response([0, 0, 1], [-0.1, -0.2, -0.3]), Response([9], [-0.4]),
                  Response([4, 3], [-0.5, -0.6], [0, 1])]
     batch = starter.make_batch([[0, 5], [7], [8]], responses)
-    assert batch.input_ids.tolist() == [[0, 5, 0, 0], [7, 0, 0, 0], [8, 4, 0, 0]]
+    assert batch.input_ids.tolist() == [[0, 5, 0, 0], [7, 9, 0, 0], [8, 4, 3, 0]]
     assert batch.labels.tolist() == [[5, 0, 0, 1], [9, 0, 0, 0], [4, 3, 0, 0]]
     assert batch.mask.int().tolist() == [[0, 1, 1, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
     sampled = batch.rollout_log_probs[batch.mask].tolist()
@@ -984,7 +984,7 @@ def test_microbatches_keep_to_the_limit_and_count_a_shared_prompt_once():
     assert len(three) == 3 and sum(three, []) == rows
     assert starter.make_microbatches(batch, [], settings_of()) == []
     shared = starter.make_batch([[5] * 50] * 4, [Response([7] * 11)] * 4)
-    limit = settings_of(tokens_per_microbatch=50 + 4 * 10)
+    limit = settings_of(tokens_per_microbatch=50 + 4 * 11)
     assert starter.make_microbatches(shared, [0, 1, 2, 3], limit) == [[0, 1, 2, 3]]
 
 
@@ -1302,8 +1302,8 @@ def make_state(**changes):
 def test_the_exact_kl_needs_the_reference_model():
     ids, log_probs = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2)
     with pytest.raises(UserError, match="reference model"):
-        starter.grpo_microbatch_step(None, ids, ids, ids + 1, torch.ones(1), 1, 0.2, kl_coef=0.1,
-                                     kl_estimator="exact", ref_log_probs=log_probs)
+        starter.grpo_microbatch_step(make_policy(), ids, ids, ids + 1, torch.ones(1), 1, 0.2,
+                                     kl_coef=0.1, kl_estimator="exact", ref_log_probs=log_probs)
 
 
 def test_updates_are_clipped_warmed_up_and_skipped_when_not_finite(capsys):
@@ -1632,9 +1632,9 @@ def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_pa
 def test_quick_tests_pass_and_notice_broken_functions(monkeypatch, capsys):
     starter.test_functions()
     assert "=== All Tests Passed! ===" in capsys.readouterr().out
-    value_and_slope, clipped_loss = starter.kl_value_and_slope, starter.compute_loss
+    divergence, clipped_loss = starter.compute_kl_divergence, starter.compute_loss
     broken = {
-        "kl_value_and_slope": lambda *a: (value_and_slope(*a)[0], torch.ones(1, 1)),
+        "compute_kl_divergence": lambda *a: divergence(*a).detach() + a[0] - a[0].detach(),
         "compute_loss": lambda *a, **k: (2 * clipped_loss(*a, **k)[0], clipped_loss(*a, **k)[1])}
     for name, wrong in broken.items():
         with monkeypatch.context() as patch:
@@ -2179,7 +2179,7 @@ def test_gpu_packed_flash_attention_equals_padded(kind):
     wanted.sum().backward()
     model = eager_copy(policy)
     plain_log_probs(model, batch).sum().backward()
-    policy.to("cuda", torch.bfloat16)
+    policy = starter.Policy(policy.model.to("cuda", torch.bfloat16), [256])
     ids, labels, mask = (tensor.cuda() for tensor in (batch.input_ids, batch.labels, batch.mask))
     got = starter.get_response_log_probs(policy, ids, labels, response_mask=mask)
     got.sum().backward()
