@@ -1,26 +1,28 @@
-"""What the KL penalty does, measured: the tiny model over coefficients and estimators.
+"""What the KL penalty does, measured on the tiny model: KL.md explains the results.
 
-    python kl_sweep.py               the table and the picture of KL.md (20 minutes on two cores)
-    python kl_sweep.py --quick=True  a small version, to see it work (about 3 minutes)
+    python kl_sweep.py --skip="exact, k1 in the reward"    the table of KL.md (about an hour)
+    python kl_sweep.py                with these two estimators as well
+    python kl_sweep.py --quick=True   a small version, to see it work (about 3 minutes)
+    python kl_sweep.py --figure=True  only assets/kl_estimators.png, in seconds
 
 The warm start teaches the model two skills: Countdown, and adding up three numbers. GRPO then
-trains Countdown alone. For every run: held-out Countdown accuracy (sampled), the exact KL to the
-start per token, and how much of the second skill is left (greedy: what it knows, not how surely).
-Runs that are done are not run again. Writes assets/kl_sweep.md, .png and .json."""
-import contextlib, io, json, random, statistics, sys, zlib
+trains Countdown alone. Finished runs are kept in out_kl_sweep/ and not repeated."""
+import contextlib, io, json, math, random, statistics, sys, zlib
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.figure
 import starter
 import tiny
 import torch
 
-COEFFICIENTS = (0.0, 0.001, 0.01, 0.1, 1.0)
+COEFFICIENTS = (0.0, 0.01, 0.1, 1.0)
 ESTIMATORS = {    # name in the table -> flags, at one coefficient
-    "k1, weighted": ["--kl_estimator=k1"], "k2, weighted": ["--kl_estimator=k2"],
-    "exact": ["--kl_estimator=exact"], "k1 in the reward": ["--kl_estimator=k1", "--kl_in=reward"],
+    "exact": ["--kl_estimator=exact"],
+    "k1 in the reward": ["--kl_estimator=k1", "--kl_in=reward"],
     "k3, unweighted": ["--kl_importance_weight=False"],
     "k1, unweighted": ["--kl_estimator=k1", "--kl_importance_weight=False"]}
+STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)    # 1 to 10 seeds
 
 
 def second_skill(seed, index):
@@ -72,7 +74,8 @@ def run(out, name, start, seed, steps, flags):
     with contextlib.redirect_stdout(io.StringIO()):
         starter.main([f"--model_id={start}", "--device=cpu", "--use_vllm=False", f"--seed={seed}",
                       f"--out_dir={folder}", f"--n_grpo_steps={steps}", "--lr=4e-4", "--n_eval=50",
-                      f"--eval_every={steps}", "--save_every=0", "--use_kl_penalty=True", *flags])
+                      f"--eval_every={steps}", "--save_every=0", "--rollout_batch_size=128",
+                      "--use_kl_penalty=True", *flags])
     result = measure(folder / "latest" / "model", start)
     done.write_text(json.dumps(result))
     print(f"{name}, {start.name}: {result}", flush=True)
@@ -80,10 +83,14 @@ def run(out, name, start, seed, steps, flags):
 
 
 def main():
-    options = SimpleNamespace(quick=False, out_dir="out_kl_sweep", seeds=2, steps=60, kl_coef=0.1,
-                              warm_start_steps=300)
-    starter.override(options, starter.read_arguments(sys.argv[1:]))
-    coefficients, estimators = COEFFICIENTS, ESTIMATORS
+    options = SimpleNamespace(quick=False, figure=False, out_dir="out_kl_sweep", seeds=5, steps=60,
+                              kl_coef=0.1, warm_start_steps=300, skip="")
+    words = [f"{word}=True" if word in ("--quick", "--figure") else word for word in sys.argv[1:]]
+    starter.override(options, starter.read_arguments(words))
+    if options.figure:
+        return draw_estimators("assets/kl_estimators.png")
+    coefficients = COEFFICIENTS
+    estimators = {name: ESTIMATORS[name] for name in ESTIMATORS if name not in options.skip}
     if options.quick:
         options.seeds, options.steps, options.warm_start_steps = 1, 15, 150
         coefficients, estimators = (0.0, 0.1), {"k1, unweighted": ESTIMATORS["k1, unweighted"]}
@@ -98,42 +105,90 @@ def main():
         results["start"].append(measure(start, start))
         for name in flags:
             results[name].append(run(out, name, start, seed, options.steps, flags[name]))
-    lines = [f"| run ({options.seeds} seeds, {options.steps} steps) | held-out accuracy | "
-             "KL to the start, per token | second skill kept |", "|---|---|---|---|"]
-    mean = {name: {} for name in results}
-    for name, rows in results.items():
-        for key in ("accuracy", "kl", "second_skill"):
-            values = [row[key] for row in rows]
-            mean[name][key] = statistics.mean(values), (max(values) - min(values)) / 2
-        label = f"{name}, kl_coef {options.kl_coef:g}" if name in estimators else name
-        lines.append("| {} | {:.1%} ± {:.1%} | {:.4f} ± {:.4f} | {:.1%} ± {:.1%} |".format(
-            label, *sum(mean[name].values(), ())))
+    lines = [f"| run ({options.seeds} seeds, {options.steps} steps) | accuracy | against kl_coef 0 "
+             "| KL to the start, per token | second skill |", "|---|---|---|---|---|"]
+    for name in results:
+        cells = interval(results, name, "accuracy") + interval(results, name, "accuracy", True)
+        cells += interval(results, name, "kl") + interval(results, name, "second_skill")
+        lines.append("| {} | {:.1%} ± {:.1%} | {:+.1%} ± {:.1%} | {:.4f} ± {:.4f} | "
+                     "{:.1%} ± {:.1%} |".format(name, *cells))
     text = "\n".join(lines) + "\n"
     assets = out if options.quick else Path("assets")
     assets.mkdir(exist_ok=True)
     (assets / "kl_sweep.md").write_text(text)
-    (assets / "kl_sweep.json").write_text(json.dumps(mean, indent=1))
-    draw(mean, coefficients, options.kl_coef, estimators, assets / "kl_sweep.png")
+    (assets / "kl_sweep.json").write_text(json.dumps(results, indent=1))
+    draw(results, assets / "kl_sweep.png")
     print(f"{text}\nwritten: {assets}/kl_sweep.md, .json, .png")
 
 
-def draw(mean, coefficients, coefficient, estimators, path):
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(11, 4), layout="tight")
-    left, right = figure.subplots(1, 2)
-    names = [f"kl_coef {c:g}" for c in coefficients]
-    for key, label in (("accuracy", "Countdown accuracy"), ("second_skill", "second skill kept")):
-        values, spreads = zip(*(mean[name][key] for name in names))
-        left.errorbar(range(len(names)), values, spreads, marker="o", capsize=3, label=label)
-    left.axhline(mean["start"]["accuracy"][0], ls=":", color="C0", label="accuracy at the start")
-    left.set(xticks=range(len(names)), xticklabels=coefficients, xlabel="kl_coef", ylim=(0, 1.02))
-    left.legend()
-    names = [f"kl_coef {coefficient:g}", *estimators, "kl_coef 0"]
-    values, spreads = zip(*(mean[name]["kl"] for name in names))
-    right.barh(["k3 (default)", *estimators, "no penalty"], values, xerr=spreads, capsize=3)
-    right.set(xlabel=f"exact KL to the start, per token, at kl_coef {coefficient:g}")
-    right.invert_yaxis()
+def interval(results, name, key, is_difference=False):
+    """-> mean over the seeds, half width of its 95 % interval. Differences are within a seed."""
+    values = [row[key] for row in results[name]]
+    if is_difference:
+        values = [value - row[key] for value, row in zip(values, results["kl_coef 0"])]
+    n = len(values)
+    spread = statistics.stdev(values) if n > 1 else math.nan
+    return statistics.mean(values), STUDENT_T[min(n, 10) - 1] * spread / n**0.5
+
+
+def draw(results, path):
+    matplotlib.rc("font", size=13)
+    figure = matplotlib.figure.Figure(figsize=(12, 4.5), layout="tight")
+    panels = figure.subplots(1, 3, sharey=True)
+    for panel, key, label in zip(panels, ("accuracy", "kl", "second_skill"), (
+            "Countdown accuracy (trained)", "KL to the start, nats per token",
+            "sums accuracy (not trained)")):
+        means, halves = zip(*(interval(results, name, key) for name in results))
+        panel.barh(list(results), means, xerr=halves, capsize=4, color="C0", alpha=0.6)
+        panel.set_xlabel(label)
+    panels[0].invert_yaxis()
     figure.savefig(path, dpi=110)
+
+
+def usual(log_ratio, estimator, is_weighted):
+    """The formula as it is usually written, in float32, with autograd -> value, slope"""
+    log_policy = log_ratio.clone().requires_grad_()    # log ref is 0
+    value = {"k1": log_policy, "k2": log_policy**2 / 2,
+             "k3": torch.exp(-log_policy) - 1 + log_policy}[estimator]
+    weight = (log_policy - log_policy.detach()).exp() if is_weighted else 1.0
+    return value.detach(), torch.autograd.grad((weight * value).sum(), log_policy)[0]
+
+
+def draw_estimators(path):
+    matplotlib.rc("font", size=14)
+    figure = matplotlib.figure.Figure(figsize=(11, 6), layout="tight")
+    left, right = figure.subplots(1, 2)
+    x = torch.linspace(-100, 40, 14001)
+    for color, width, label, *estimator in (
+            ("C3", 7, "k3 × importance weight", "k3", True), ("C2", 3, "k3", "k3", False),
+            ("C1", 3, "k2", "k2", False), ("C0", 3, "k1", "k1", False)):
+        log_policy = x.clone().requires_grad_()    # log ref is 0
+        value = starter.compute_kl_divergence(log_policy, torch.zeros_like(x), *estimator)
+        slope, = torch.autograd.grad(value.sum(), log_policy)
+        left.plot(x, value.detach(), color, lw=width)
+        right.plot(x, slope, color, lw=width, label=label)
+        value, slope = usual(x, *estimator)
+        left.plot(x, value, color, ls="--")
+        right.plot(x, slope, color, ls="--")
+    right.plot([], "k", lw=3, label="here: clamped at ±20")
+    right.plot([], "k--", label="plain autograd, float32")
+    value, slope = usual(x, "k3", True)
+    for panel, is_broken, text, y, *text_at in (
+            (left, value > 1e5, "k3 above 100,000\nfrom {:.1f}", 1e5, -95, 2e5),
+            (left, value.isinf(), "k3 infinite\nfrom {:.1f}", 1e12, -95, 3e9),
+            (right, (slope - x).abs() > -0.01 * x, "1 % off from {:.1f}", -15.3, -98, -31),
+            (right, slope == 0, "0 from {:.1f}", 0, -55, 4),
+            (right, slope.isnan(), "NaN from {:.1f}", 0, -98, -9)):
+        where = x[is_broken & (x < -1)].max().item()
+        panel.plot(where, y, "ko", ms=9, clip_on=False)
+        panel.annotate(text.format(where), (where, y), text_at, arrowprops={"arrowstyle": "-"})
+    left.set_yscale("symlog")
+    left.set(ylim=(-1e3, 1e12), yticks=(-100, -1, 1, 100, 1e4, 1e6, 1e8, 1e10, 1e12), title="value")
+    right.set(ylim=(-45, 65), title="slope (factor on grad log policy)")
+    right.legend(fontsize=12, loc="upper left")
+    figure.supxlabel("log policy − log reference of a token, nats")
+    figure.savefig(path, dpi=110)
+    print(f"written: {path}")
 
 
 if __name__ == "__main__":
