@@ -70,9 +70,9 @@ class Bench:
             setattr(starter, name, functools.partial(self.timed, phase, getattr(starter, name)))
 
     def timed(self, phase, function, *args, **keywords):
-        start = starter.now(self.device)
+        start = starter.now()
         result = function(*args, **keywords)
-        self.seconds[phase] += starter.now(self.device) - start
+        self.seconds[phase] += starter.now() - start
         return result
 
     def init_vllm(self, policy, *args):
@@ -187,7 +187,7 @@ def measure_trl(options, given, folder):
     always_long = {"ignore_eos": True} if use_vllm else {"min_new_tokens": options.new_tokens}
     class Clock(TrainerCallback):
         def on_step_end(self, *args, **keywords):
-            stamps.append(starter.now("cuda" if is_cuda else "cpu"))
+            stamps.append(starter.now())
 
     config = GRPOConfig(
         output_dir=f"{folder}/out", per_device_train_batch_size=options.trl_microbatch,

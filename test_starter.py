@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_groups
+from tensorboard.plugins.hparams.backend_context import Context
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -47,7 +53,6 @@ def process_kept():
     yield
     signal.signal(signal.SIGINT, handlers[0])
     signal.signal(signal.SIGTERM, handlers[1])
-    starter.chunk_stats = getattr(starter.chunk_stats, "__wrapped__", starter.chunk_stats)
 
 
 @torch.no_grad()
@@ -403,8 +408,8 @@ def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
     rows = starter.read_jsonl(path, settings_of())
     assert [row["prompt"] for row in rows] == ["2+3=", "7?", [{"role": "user", "content": "8?"}]]
     assert [row["answer"] for row in rows] == ["5", "7", "8.5"] and rows[2]["source"] == "book"
-    problem = {"numbers": [3, 5], "target": 8}
-    assert starter.fill_template("{numbers}={target}:", problem) == "3 5=8:"
+    problem = starter.make_problem(countdown(n_numbers=2), 0, 0)
+    assert problem["prompt"] == "{} {}={}:".format(*problem["numbers"], problem["target"])
 
 
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
@@ -825,7 +830,7 @@ def test_a_large_rollout_is_sampled_in_parts_with_the_same_result(monkeypatch):
         return forward(ids, **options)
 
     monkeypatch.setattr(llm.model, "forward", watched)
-    monkeypatch.setattr(starter, "MOST_CACHED_TOKENS", 150)
+    monkeypatch.setattr(starter, "CACHE_LIMIT", 150)
     assert ids_of(starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 0, 0)) == ids_of(whole)
     assert sizes == {4, 8}, "one prompt, then two: 4 responses each, of up to 18 tokens"
 
@@ -1431,7 +1436,8 @@ def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
     log = starter.Log(tmp_path, settings_of())
     metrics = dict.fromkeys(("train/loss", "train/grad_norm", "train/reward_mean", "kl/mean",
                              "train/kl_penalty", "train/answer_frac", "train/avg_output_tokens",
-                             "perf/tokens_per_s", "time/rollout", "time/train", "time/sync"), 0.0)
+                             "perf/tokens_per_s", "time/rollout", "time/train", "time/sync",
+                             "time/step"), 0.0)
     metrics |= {"train/frac_groups_zero_std": 1.0, "train/truncated_frac": 0.9}
     for step in (10, 11, 12):
         starter.log_train(log, step, metrics | {"kl/mean": 0.3 * (step == 10)}, settings_of())
@@ -1566,7 +1572,7 @@ BAD_SETTINGS = [
     (["--model_id=no/such/model"], "cannot load the model"), (["--resume=latest"],
                                                               "no run to resume"),
     (["--resume=no/such/run"], "no run to resume"), (["--out_dir=/dev/null/x"],
-                                                     "cannot write to out_dir")]
+                                                     "out_dir: cannot write")]
 
 
 @pytest.mark.parametrize("arguments, words", BAD_SETTINGS, ids=lambda x: "".join(x)[:40])
@@ -1672,6 +1678,27 @@ def check_run(folder, n_steps=3):
     return rows
 
 
+def check_hparams_tab(events, folder):
+    """TensorBoard's own plugin lists every setting beside the last accuracy."""
+    runs = EventMultiplexer().AddRunsFromDirectory(str(events))
+    runs.Reload()
+    provider = MultiplexerDataProvider(runs, str(events))
+    context = Context(TBContext(data_provider=provider))
+    experiment = get_experiment.Handler(
+        RequestContext(), context, "", api_pb2.GetExperimentRequest()).run()
+    settings = json.loads((folder / "config.json").read_text())
+    assert {info.name for info in experiment.hparam_infos} == set(settings)
+    request = api_pb2.ListSessionGroupsRequest(
+        slice_size=9, allowed_statuses=range(4),
+        col_params=[api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos])
+    (group,) = list_session_groups.Handler(
+        RequestContext(), context, "", request).run().session_groups
+    metrics = {value.name.tag: value.value for value in group.metric_values}
+    assert group.name == folder.name
+    assert group.hparams["lr"].number_value == settings["lr"]
+    assert metrics["eval/accuracy"] == pytest.approx(rows_of(folder)[-1]["eval/accuracy"])
+
+
 def test_a_run_with_kl_writes_all_its_records(run_main, tmp_path, capsys):
     folder = run_main(KL, "--lr=3e-3", "--inner_epochs=2")
     rows = check_run(folder)
@@ -1691,7 +1718,7 @@ def test_a_run_with_kl_writes_all_its_records(run_main, tmp_path, capsys):
     texts = " ".join(tags["tensors"])
     assert "config/text_summary" in texts and "sample" in texts
     assert tags["histograms"] == ["kl/per_response"]
-    assert "_hparams_/session_start_info" in events.summary_metadata
+    check_hparams_tab(tmp_path / "out" / "tb", folder)
     for sample in rows_of(folder, "samples.jsonl"):
         numbers, target = re.fullmatch(r"(.*)=(\d+):", sample["prompt"]).groups()
         numbers = [int(number) for number in numbers.split()]
@@ -2077,7 +2104,7 @@ def test_the_script_with_vllm_is_killed_and_repeats_its_numbers(warm_folder, tmp
                     "--save_every=2")
     wait_for(lambda: "Step 3 " in text() or process.poll() is not None, "step 3")
     process.kill()
-    assert process.wait() == -signal.SIGKILL and "plain torch" not in text(), text()
+    assert process.wait() == -signal.SIGKILL and "with torch" not in text(), text()
     folder = (tmp_path / "out" / "latest").resolve()
     before = numbers_of(folder)
     for path in (folder / "checkpoint").glob("step_*.pt"):
