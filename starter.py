@@ -176,6 +176,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     signals = catch_signals()
+    if cfg.device == "cuda":
+        torch.set_num_threads(1)  # tensors in host memory are small
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
         load_policy_into_vllm_instance(policy, llm)
@@ -489,9 +491,9 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):  # policy and reference must agree
             module.p = 0.0
-    ends = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several or None
+    ends = np.ravel(model.generation_config.eos_token_id).tolist()
     policy = Policy(model.to(device), sorted({tokenizer.eos_token_id, *ends} - {None}))
-    # Rows packed with a common prompt must have the log-probs of the model itself.
+    # Packed rows must have the log-probs of the model itself.
     ids = torch.arange(2, 66, device=device).view(2, 32) % model.config.vocab_size
     ids[:, 0], error = 1, math.inf
     with torch.no_grad(), contextlib.suppress(Exception):  # models raise anything
@@ -691,7 +693,7 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, d]
     if q.is_cuda and q.dtype == torch.bfloat16:
-        window = (sliding_window or 0) - 1  # -1: no limit
+        window = (sliding_window or 0) - 1
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
                           scale=scaling, window_size=(window, 0), **GROUPED_HEADS)
         return out[None], None
@@ -1235,7 +1237,7 @@ def log_train(log, step, metrics, cfg):
     kl = metrics.get("kl/mean", 0.1)
     alarms = {
         "KL above 0.2 (KL.md)": kl > 0.2,
-        "KL is still 0 (KL.md)": kl < 1e-9 and step > 10 and not cfg.ref_update_every,
+        "KL is still 0 (KL.md)": kl < 1e-9 and step > 10,
         "equal rewards in all groups: no gradient": metrics["train/frac_groups_zero_std"] == 1,
         "most responses are cut off: raise max_tokens": metrics["train/truncated_frac"] > 0.5}
     for text, is_on in alarms.items():
