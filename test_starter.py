@@ -2,7 +2,7 @@
 
 It takes about four minutes on two cores, with the real vLLM if it is installed."""
 import ast, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math, os
-import random, re, shutil, signal, subprocess, sys, time
+import random, re, runpy, shutil, signal, subprocess, sys, time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 # Models so small are as fast on one thread, and threads that wait for each other are slow on a busy
 # machine. One test uses two.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import numpy as np
 import pytest
@@ -22,14 +23,19 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_groups
 from tensorboard.plugins.hparams.backend_context import Context
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast)
 
 import starter
 import tiny
 from starter import Response, RunFailed, UserError
 
 HERE = Path(starter.__file__).parent
+sys.path.insert(0, str(HERE / "examples"))
+import calculator
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
 
@@ -840,7 +846,7 @@ def engine():
     """The real vLLM. Its model is tied, which is where a sync can go wrong."""
     policy = ending_policy("qwen3")
     threads = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    llm = starter.init_vllm(policy, settings_of(max_prompt_tokens=200))
+    llm = starter.init_vllm(policy, settings_of(max_prompt_tokens=244))
     assert not isinstance(llm, starter.TorchSampler), "the real vLLM must start here"
     assert threads == (torch.get_num_threads(), torch.get_float32_matmul_precision())
     return policy, llm
@@ -1551,7 +1557,8 @@ BAD_SETTINGS = [
     (["--seed=-1"], "seed"),
     (["--use_kl_penalty=yes"], "--use_kl_penalty=yes: expected"), (["--seed=99999999999999999999"],
                                                                    "seed"),
-    (["--lr=0"], "lr is out of range"), (["--lr=nan"], "lr is out"), (["--kl_coef=inf"], "kl_coef is"),
+    (["--lr=0"], "lr is out of range"), (["--lr=nan"], "lr is out"),
+    (["--kl_coef=inf"], "kl_coef is"),
     (["--group_size=1"], "at least 2"), (["--rollout_batch_size=9"], "multiple of group_size"),
     (["--n_grpo_steps=0"], "n_grpo_steps is out"), (["--temperature=0"], "temperature is out"),
     (["--clip_range=1.5"], "clip_range and"), (["--clip_range_high=-0.1"], "clip_range_high"),
@@ -2194,7 +2201,381 @@ def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
     assert (tmp_path / "assets" / "kl_sweep.png").stat().st_size > 10_000
 
 
-# ---- 10. GPU ---------------------------------------------------------------------------------
+# ---- 10. The calculator example --------------------------------------------------------------
+
+END = "<|end|>"
+
+
+@pytest.mark.parametrize("text, result", [
+    ("<calc>347*582+914</calc>", "= 202868"), ("so <calc> (1+2) * 3 </calc>\n", "= 9"),
+    ("<calc>1/3-1</calc>", "= -2/3"), ("<calc>6/3</calc>", "= 2"), ("<calc>-5</calc>", "= -5"),
+    ("<calc>2+2</calc>=", " 4"), ("<calc>1</calc>= 1 <calc>2</calc> = ", " 2"),
+    ("<calc>2</calc>, ", "= 2"), ("<calc>2</calc>:\n=", " 2"), ("<calc>2</calc><", None),
+    ("<calc><calc>3</calc>", "= 3"), (f"<calc>{'9*' * 99}9</calc>", f"= {9**100}"),
+    ("<calc></calc>", "= error"), ("<calc>1+</calc>", "= error"), ("<calc>1/0</calc>", "= error"),
+    ("<calc>2**9</calc>", "= error"), ("<calc>7//2</calc>", "= error"),
+    ("<calc>007</calc>", "= error"), ("<calc>1 2</calc>", "= error"),
+    ("<calc>1.5</calc>", "= error"), ("<calc>1<2</calc>", "= error"),
+    ("<calc>x</calc>", "= error"), ("<calc>exit()</calc>", "= error"),
+    (f"<calc>{'(' * 99}1{')' * 99}</calc>", "= 1"), ("<calc>((((1</calc>", "= error"),
+    (f"<calc>{'9' * 5000}</calc>", "= error"), ("<calc>١+١</calc>", "= error"),
+    ("<calc>1+1", None), ("1+1</calc>", None), ("<calc>1</calc>= 1", None), ("", None),
+    ("<calc>1</calc> and", None), ("<calc>1</calc>= 1</calc>", None), ("<calc>1<calc>", None)])
+def test_the_result_is_exact_or_error_and_only_after_a_call(text, result):
+    call = calculator.CALL.search(text)
+    assert (calculator.tool_result(call) if call else None) == result
+
+
+def make_bpe():
+    """A tokenizer as real models have it: a tag may end inside a token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = ["<calc>1</calc>= 4\n", "<calc>2</calc>\n\n", "x =>", "<answer>3</answer>"] * 20
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=290, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def make_tiny_tokenizer():
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_tokens([calculator.OPEN, calculator.CLOSE])
+    return tokenizer
+
+
+TOKENIZERS = [tiny.make_tokenizer, make_tiny_tokenizer, make_bpe]
+
+
+def test_a_turn_ends_at_tokens_that_may_close_a_call():
+    texts = []
+    for make in TOKENIZERS:
+        tool = calculator.Calculator(make())
+        texts.append({tool.tokenizer.decode([token]) for token in tool.closing_ids})
+    assert texts[0] == {">"} and texts[1] == {">", "</calc>"}
+    assert {">", ">="} <= texts[2] and "=>" in make_bpe().get_vocab() and "=>" not in texts[2]
+
+
+class Scripted(starter.TorchSampler):
+    """A sampler that writes given texts: that of prompt [i] is number i."""
+
+    def __init__(self, tokenizer, texts):
+        self.left = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        self.calls = []
+
+    def generate(self, prompts, params, seeds):
+        self.calls.append((prompts, params, seeds))
+        responses = []
+        for prompt in prompts:
+            left, ids = self.left[prompt[0]], []
+            while len(ids) < params["max_tokens"] and not set(ids) & {*params["stop_token_ids"]}:
+                ids.append(left[len(ids)])
+            self.left[prompt[0]] = left[len(ids):]
+            responses.append(Response(ids, [-1.0 - token for token in ids]))
+        return responses
+
+
+def roll_out(make, texts, max_tokens=400, **changes):
+    """-> (responses, their text with what the model did not choose in [brackets], sampler)"""
+    tool = calculator.Calculator(make())
+    sampler = Scripted(tool.tokenizer, texts)
+    end = tool.tokenizer.eos_token_id
+    params = starter.init_sampling_params(settings_of(max_tokens=max_tokens), 1, [end]) | changes
+    responses = tool.rollout(sampler, [[i] for i in range(len(texts))], params, 7, 3)
+    shown = []
+    for response in responses:
+        ids, logps, mask, finished = response
+        assert len(ids) == len(logps) == len(mask) <= max_tokens
+        assert finished == (ids[-1] == end) and end not in ids[:-1]
+        assert finished or len(ids) == max_tokens
+        assert logps == [-1.0 - token if chosen else 0.0 for token, chosen in zip(ids, mask)]
+        parts, start = "", 0
+        for i in range(1, len(ids) + 1):
+            if i == len(ids) or mask[i] != mask[start]:
+                part = tool.tokenizer.decode(ids[start:i])
+                parts += part if mask[start] else f"[{part}]"
+                start = i
+        shown.append(parts)
+    return responses, shown, sampler
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_results_are_inserted_after_the_first_three_calls(make):
+    calls = [f"<calc>{i}+1</calc>" for i in range(5)]
+    _, shown, sampler = roll_out(make, [
+        f"{calls[1]}\n<answer>2</answer>{END}", f"<answer>7</answer>{END}", END,
+        f"a > b <calc>1+</calc> <calc> {calls[2]}{END}", f"<calc>1+1{END}", "".join(calls) + END,
+        f"{'>' * 20}{calls[1]}{END}"])
+    assert shown[0].replace("\n", "") == f"{calls[1]}[= 2]<answer>2</answer>{END}"
+    assert shown[1:3] == [f"<answer>7</answer>{END}", END]
+    assert re.sub(r"\s", "", shown[3]) == f"a>b<calc>1+</calc>[=error]<calc>{calls[2]}[=3]{END}"
+    assert shown[4] == f"<calc>1+1{END}", "a call that never closes"
+    assert shown[5] == (f"{calls[0]}[= 1]{calls[1]}[= 2]{calls[2]}[= 3]{calls[3]}{calls[4]}{END}"
+                        ), "more calls than allowed"
+    assert shown[6] == f"{'>' * 20}{calls[1]}{END}", "the last turn has no calls"
+    assert len(sampler.calls) == calculator.MAX_TURNS
+
+
+def test_every_turn_has_its_own_seeds_and_no_rank_those_of_another():
+    def seeds_of(n_prompts, first, step=3):
+        tool = calculator.Calculator(tiny.make_tokenizer())
+        sampler = Scripted(tool.tokenizer, [">>a" * 40] * n_prompts)
+        params = starter.init_sampling_params(settings_of(max_tokens=50), 2, [256])
+        tool.rollout(sampler, [[i] for i in range(n_prompts)], params, 7, step, first)
+        return [seeds for _, _, seeds in sampler.calls]
+
+    seeds = seeds_of(3, 0)
+    assert len(seeds) > 5 and seeds == seeds_of(3, 0)
+    assert len({*sum(seeds, []), *sum(seeds_of(3, 0, 4), [])}) == 2 * len(sum(seeds, []))
+    both = [first + second for first, second in zip(seeds_of(1, 0), seeds_of(2, 1))]
+    assert both == seeds
+
+
+def test_the_model_may_write_the_equals_sign_together_with_the_tag():
+    tokenizer = make_bpe()
+    text = f"<calc>2*3</calc>= 6{END}"
+    assert ">=" in tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+    _, shown, _ = roll_out(make_bpe, [f"<calc>2*3</calc>={END}"])
+    assert shown == [f"<calc>2*3</calc>=[ 6]{END}"]
+
+
+def test_max_tokens_counts_the_tokens_of_the_tool():
+    text = f"<calc>999*999</calc>!{END}"    # 20 tokens, then "= 998001", then 2
+    for max_tokens in range(1, 33):
+        responses, shown, _ = roll_out(tiny.make_tokenizer, [text, f"{'x' * 40}{END}"], max_tokens)
+        whole = "<calc>999*999</calc>= 998001!"
+        assert shown[0].replace("[", "").replace("]", "") == (whole + END)[:max_tokens] or (
+            max_tokens >= 30 and shown[0] == f"<calc>999*999</calc>[= 998001]!{END}")
+        assert responses[0].finished == (max_tokens >= 30) and not responses[1].finished
+        assert sum(responses[0].mask) == len(responses[0].ids) - min(8, max(0, max_tokens - 20))
+    # A response is not cut short because another has less room.
+    roll_out(tiny.make_tokenizer, [">" * 11 + "x" * 80, "y" * 40 + ">" * 80], 60)
+
+
+def test_nothing_ends_before_min_tokens_and_no_prompts_are_no_responses():
+    _, _, sampler = roll_out(tiny.make_tokenizer, [f"ab<calc>1</calc>{END}"], min_tokens=4)
+    assert [params["min_tokens"] for _, params, _ in sampler.calls] == [4, 0, 0]
+    tool = calculator.Calculator(tiny.make_tokenizer())
+    params = starter.init_sampling_params(settings_of(max_tokens=9), 2, [256])
+    assert tool.rollout(sampler, [], params, 0, "eval") == []
+    sampler = Scripted(tool.tokenizer, [f"a{END}b{END}c{END}"])
+    assert len(tool.rollout(sampler, [[0]], params | {"n": 3}, 0, 1)) == 3
+
+
+def brute_force(policy, ref, prompts, responses, sampled, advantages, kl_coef):
+    """-> loss per token of the model, a list of rows; metrics. Each token has a forward pass of its
+    own."""
+    rows, entropies, gaps, kls = [], [], [], []
+    for prompt, response, row_sampled, advantage in zip(prompts, responses, sampled, advantages):
+        rows.append([])
+        for i, token in enumerate(response.ids):
+            if not response.mask[i]:
+                continue
+            context = torch.tensor([prompt + response.ids[:i]])
+            log_probs = policy(context).logits[0, -1].log_softmax(-1)
+            ref_log_probs = ref(context).logits[0, -1].log_softmax(-1).detach()
+            kl = (log_probs.exp() * (log_probs - ref_log_probs)).sum()
+            gap = (log_probs[token] - row_sampled[len(prompt) - 1 + i]).detach()
+            ratio = (log_probs[token] - log_probs[token].detach()).exp()
+            rows[-1].append(gap.exp().clamp(max=2) * (kl_coef * kl - ratio * advantage))
+            entropies.append(-(log_probs.exp() * log_probs).sum().item())
+            gaps.append(gap.abs().item())
+            kls.append(kl.item())
+    n = len(gaps)
+    return rows, {"n_tokens": n, "entropy": sum(entropies) / n, "logp_gap_mean": sum(gaps) / n,
+                  "logp_gap_max": max(gaps), "kl_mean": sum(kls) / n, "kl_max": max(kls)}
+
+
+def test_tokens_of_the_tool_have_no_gradient_kl_entropy_or_share_in_the_divisor():
+    texts = [f"<calc>7*8</calc>!{END}", f"a<calc>1/</calc><calc>9*99</calc>{END}", f"xy{END}",
+             "<calc>99*99</calc>" * 4]
+    responses, shown, _ = roll_out(tiny.make_tokenizer, texts, 36)
+    assert ["[" in text for text in shown] == [True, True, False, True]
+    assert shown[3] == "<calc>99*99</calc>[= 9801]<calc>99*99<"
+    prompts = [[5, 6], [5, 6], [7], [8, 9]]
+    policy, ref = make_policy(), make_policy(seed=1)
+    plain, advantages = eager_copy(policy), torch.tensor([1.0, -2.0, 0.5, -0.5])
+    noise = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
+
+    def step(responses, loss_type):
+        batch = starter.make_batch(prompts, responses)
+        with torch.no_grad():
+            sampled = plain_log_probs(plain, batch) + 0.3 * noise[:, :batch.mask.shape[1]]
+        policy.zero_grad()
+        loss, metadata = starter.grpo_microbatch_step(
+            policy, batch.input_ids, batch.labels, batch.mask, advantages, 1, 0.2, loss_type, 36,
+            ref, 0.1, kl_estimator="exact", rollout_log_probs=sampled,
+            divisor=starter.loss_divisor(batch.mask, loss_type, 36))
+        return loss, metadata, gradient(policy), sampled
+
+    rows, metrics = brute_force(plain, eager_copy(ref), prompts, responses,
+                                step(responses, "grpo")[3], advantages, 0.1)
+    total = sum(sum(row) for row in rows)
+    for loss_type, wanted in (("grpo", sum(sum(row) / len(row) for row in rows) / 4),
+                              ("dr_grpo", total / 4 / 36), ("dapo", total / sum(map(len, rows)))):
+        plain.zero_grad()
+        wanted.backward(retain_graph=True)
+        loss, metadata, got, _ = step(responses, loss_type)
+        assert relative(got, gradient(plain)) < 1e-4 and abs(loss - wanted) < 1e-4
+        for name, value in metrics.items():
+            assert math.isclose(metadata[name], value, rel_tol=1e-3), name
+        # It is another loss if the tokens of the tool count.
+        all_chosen = [response._replace(mask=None) for response in responses]
+        loss, metadata, got, _ = step(all_chosen, loss_type)
+        assert relative(got, gradient(plain)) > 0.1 and abs(loss - wanted) > 1e-3
+        for name in ("n_tokens", "entropy"):
+            assert not math.isclose(metadata[name], metrics[name], rel_tol=1e-3), name
+
+
+def test_log_probs_after_a_result_depend_on_it():
+    responses, _, _ = roll_out(tiny.make_tokenizer, [f"<calc>7*8</calc>!?{END}"])
+    policy, wrong = make_policy(), responses[0].ids.copy()
+    place = responses[0].mask.index(False)
+    wrong[place + 2] += 1    # "= 56" -> "= 66"
+    batch = starter.make_batch([[5]] * 2, [responses[0], responses[0]._replace(ids=wrong)])
+    log_probs = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
+                                               response_mask=batch.mask)
+    assert torch.allclose(log_probs, plain_log_probs(eager_copy(policy), batch), atol=1e-4)
+    is_after = torch.arange(len(wrong)) >= place
+    assert torch.equal(log_probs[0][~is_after], log_probs[1][~is_after])
+    assert (log_probs[0] - log_probs[1])[is_after & batch.mask[0]].abs().min() > 1e-3
+
+
+ANY_END = re.compile(r"([0-9]*)[^>]*>(=?)$", re.DOTALL)    # a random model makes no other calls
+
+
+def check_rollout(policy, llm, monkeypatch, context):
+    """What holds for both samplers: log-probs of the trainer, room, seeds. All tokens of the
+    context are used at the longest prompt."""
+    monkeypatch.setattr(calculator, "CALL", ANY_END)
+    with torch.no_grad():
+        for token in (62, 256):
+            policy.model.get_output_embeddings().weight[token] *= 3
+    starter.load_policy_into_vllm_instance(policy, llm)
+    tool = calculator.Calculator(tiny.make_tokenizer())
+    prompts = [[5, 6, 7], [2 + 7 * i % 250 for i in range(context - 36)], [9] * 20]
+    params = starter.init_sampling_params(settings_of(max_tokens=36), 6, [256])
+    responses = tool.rollout(llm, prompts, params, 1, 1)
+    holes = [response.mask.count(False) for response in responses]
+    assert len(responses) == 18 and sum(map(bool, holes)) > 6 and max(holes) >= 14
+    assert {response.finished for response in responses} == {True, False}
+    assert all(response.finished or len(response.ids) == 36 for response in responses)
+    assert len({tuple(response.ids) for response in responses}) > 12
+    assert worst_gap(policy, prompts, responses) < 1e-4
+    assert tool.rollout(llm, prompts, params, 1, 1) == responses
+    assert tool.rollout(llm, prompts, params, 1, 2) != responses
+
+
+def test_the_rollout_in_turns_agrees_with_the_trainer(monkeypatch):
+    policy = make_policy()
+    check_rollout(policy, starter.TorchSampler(policy), monkeypatch, 64)
+
+
+@needs_vllm
+def test_the_rollout_in_turns_agrees_with_the_trainer_on_vllm(engine, monkeypatch):
+    policy, llm = engine
+    randomize(policy.model, 0)
+    check_rollout(policy, llm, monkeypatch, 256)
+
+
+RUN = ["--use_vllm=False", "--rollout_batch_size=16", "--group_size=4", "--n_grpo_steps=3",
+       "--n_eval=8", "--eval_every=2", "--save_every=1", "--use_kl_penalty=True",
+       "--kl_estimator=exact", "--max_tokens=24", "--out_dir=runs", "--lr=1e-3",
+       "--task=few.jsonl"]
+
+
+def reward_length(text, truth):
+    """A random model is never right."""
+    return len(text) % 3 / 2
+
+
+@torch.no_grad()
+def call_often(model, *rest):
+    """Takes the place of the warm start, which takes a minute."""
+    for token in (62, 256):
+        model.get_output_embeddings().weight[token] *= 5
+
+
+@pytest.fixture
+def run_calculator(monkeypatch, tmp_path):
+    """-> function that runs main() in an empty folder; starter is put back afterwards"""
+    for name in ("rollout_with_vllm", "reward_fn", "main"):
+        monkeypatch.setattr(starter, name, getattr(starter, name))
+    monkeypatch.setattr(tiny, "warm_start", call_often)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["calculator.py", *arguments])
+        calculator.main()
+    return run
+
+
+def test_it_trains_and_resumes(run_calculator, monkeypatch, capsys):
+    monkeypatch.setattr(calculator, "CALL", ANY_END)
+    monkeypatch.setattr(calculator, "right_or_wrong", reward_length)
+    rng = random.Random(1)
+    write_rows(Path("few.jsonl"), [calculator.make_problem(rng) for _ in range(60)])
+
+    def train(*arguments):
+        run_calculator(*arguments)
+        return Path("runs/latest").resolve(), capsys.readouterr().out
+
+    whole, output = train(*RUN)
+    calls = [float(number) for number in re.findall("Calls per response: (.*)", output)]
+    assert len(calls) == 3 and min(calls) > 0.1
+    metrics = rows_of(whole)[1:]
+    assert all(row["rollout/logp_gap_max"] < 1e-4 for row in metrics)
+    assert all(row["train/loss"] and 0 < row["kl/mean"] < 1 for row in metrics[1:])
+    first, _ = train(*RUN, "--n_grpo_steps=2")
+    resumed, output = train("--resume=latest", "--out_dir=runs", "--n_grpo_steps=3")
+    changes = {*re.findall("changed on resume: (.*)", output)}
+    assert resumed == first and changes == {"n_grpo_steps 2 -> 3"}
+    assert numbers_of(resumed) == numbers_of(whole) and equal_weights(resumed, whole)
+
+
+def test_what_is_given_wins_over_the_defaults_and_the_data_is_written(run_calculator, monkeypatch):
+    seen = []
+    monkeypatch.setattr(starter, "main", lambda argv: seen.append(starter.read_arguments(argv)))
+    run_calculator()
+    run_calculator("--lr", "1e-5", "--prompt={question} is")
+    assert seen[0] == {"model_id": "out/tiny_calculator", "task": "out/calculator.jsonl",
+                       "prompt": "{question}:", "n_grpo_steps": "25", "lr": "0.0004",
+                       "max_tokens": "64"}
+    assert seen[1] == seen[0] | {"lr": "1e-5", "prompt": "{question} is"}
+    assert list(seen[1])[:2] == ["lr", "prompt"], "the name of a run begins with what was given"
+    rows = rows_of("out", "calculator.jsonl")
+    assert len({row["question"] for row in rows}) == len(rows) == 4000
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "calculator.jsonl", "tiny_calculator"]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--max_toknes=5"], "did you mean max_tokens?"), (["--resume=latest"], "no run to resume")])
+def test_errors_are_one_line(run_calculator, monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["calculator.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(HERE / "examples" / "calculator.py"), run_name="__main__")
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_the_reward_is_right_or_wrong_and_the_prompts_have_the_question():
+    problem = calculator.make_problem(random.Random(0))
+    assert eval(problem["question"]) == int(problem["answer"])
+    rewards = [calculator.right_or_wrong(f"<answer>{answer}</answer>", problem)
+               for answer in (problem["answer"], 5)]
+    assert rewards == [1.0, 0.0] and calculator.right_or_wrong("", problem) == 0.0
+    for prompt in (calculator.PROMPT, calculator.TINY_PROMPT):
+        assert problem["question"] in prompt.format(**problem)
+    # The example in the prompt is a call as the rollout reads it, with the result that it gives.
+    call = calculator.CALL.search(calculator.PROMPT[:calculator.PROMPT.rindex("</calc>") + 7])
+    assert f"</calc>{calculator.tool_result(call)}." in calculator.PROMPT
+    for prompt, response in calculator.warm_start_examples(0):
+        question = prompt.removesuffix(":")
+        assert f"<calc>{question}</calc>= {eval(question)}<" in response or "calc" not in response
+
+
+# ---- 11. GPU ---------------------------------------------------------------------------------
 
 @needs_cuda
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
