@@ -98,7 +98,7 @@ def main(argv=None):
         resume="",  # a run folder, or "latest"
         n_grpo_steps=100 if tiny else 200,
         eval_every=20,  # steps
-        n_eval=500 if tiny else 200,  # held-out problems
+        n_eval=1000 if tiny else 200,  # held-out problems
         save_every=20 if tiny else 50,  # steps between checkpoints; 0: only on Ctrl-C
         # task
         task=task,  # "countdown" or a JSONL file

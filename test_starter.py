@@ -1,8 +1,8 @@
 """The full test suite, in the order of starter.py's sections: python -m pytest test_starter.py
 
 It takes about four minutes on two cores, with the real vLLM if it is installed."""
-import ast, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math, os
-import random, re, runpy, shutil, signal, subprocess, sys, time
+import ast, contextlib, copy, errno, functools, http.server, importlib.util, io, itertools, json
+import math, os, random, re, runpy, shutil, signal, subprocess, sys, threading, time, types
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -2575,7 +2575,78 @@ def test_the_reward_is_right_or_wrong_and_the_prompts_have_the_question():
         assert f"<calc>{question}</calc>= {eval(question)}<" in response or "calc" not in response
 
 
-# ---- 11. GPU ---------------------------------------------------------------------------------
+# ---- 11. README ------------------------------------------------------------------------------
+
+README = (HERE / "README.md").read_text()
+
+
+def test_the_map_in_the_readme_has_the_right_lines():
+    lines = (HERE / "starter.py").read_text().splitlines()
+    starts = [i for i, line in enumerate(lines, 1)
+              if re.match(r"def (main|train)\(|# ---- [0-9]\. ", line)]
+    wanted = [f"{start}-{end - 1}" for start, end in zip(starts, [*starts[1:], len(lines) + 1])]
+    assert re.findall(r"^\| (\d+-\d+) \|", README, re.MULTILINE) == wanted
+
+
+def apply_change(source, diff):
+    for hunk in diff.split("@@\n"):
+        old = "".join(line[1:] for line in hunk.splitlines(True) if line[0] == "-")
+        new = "".join(line[1:] for line in hunk.splitlines(True) if line[0] == "+")
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+@contextlib.contextmanager
+def judge(monkeypatch):
+    """-> the list of what was asked"""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(str(len(asked[-1]["response"]) % 3 / 2).encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
+    yield asked
+    server.shutdown()
+
+
+CHANGES = re.findall(r"\*\*(.+?)\.?\*\*.*?```diff\n(.*?)```", README.partition("## Hack it")[2],
+                     re.DOTALL)
+
+
+@pytest.mark.parametrize("name, diff", CHANGES, ids=[name for name, _ in CHANGES])
+def test_the_changes_in_the_readme_work(name, diff, warm_folder, tmp_path, monkeypatch):
+    assert len(CHANGES) == 5
+    changed = types.ModuleType("changed")
+    source = apply_change((HERE / "starter.py").read_text(), diff)
+    exec(compile(source, "starter.py", "exec"), changed.__dict__)
+    options = {"GSPO's sequence-level ratio": ["--inner_epochs=2"],
+               "A second task": ["--task=sort", "--max_prompt_tokens=64"]}
+    with judge(monkeypatch) as asked:
+        changed.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path}",
+                      *options.get(name, [])])
+    rows, samples = rows_of(tmp_path / "latest"), rows_of(tmp_path / "latest", "samples.jsonl")
+    assert len(rows) == 4
+    effects = {
+        "An entropy bonus": rows[1]["train/loss"] == pytest.approx(
+            -0.01 * rows[1]["train/entropy"], rel=0.5),
+        "A judge over HTTP": len(asked) == 3 * 16 + 3 * 8,
+        "A length penalty": 0.9 <= max(sample["reward"] for sample in samples) < 1,
+        "GSPO's sequence-level ratio": rows[1].get("train/approx_kl", 0) > 0,
+        "A second task": samples[0]["prompt"].startswith("sort [")}
+    assert effects[name]
+
+
+# ---- 12. GPU ---------------------------------------------------------------------------------
 
 @needs_cuda
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
