@@ -1,11 +1,11 @@
 """Look at a trained model: how often it is right, or a conversation with it.
 
-    python sample.py                    accuracy and pass@k of out/latest/model
+    python sample.py                    accuracy, sampled and greedy, and pass@k of out/latest/model
     python sample.py --model_id=tiny    the same for any model, here the one before training
     python sample.py --n_samples=32     more responses to each held-out problem; --n_eval: problems
     python sample.py --chat=True        talk to it (tiny expects problems such as 3 5 7=15:)
 
-Task, prompt, lengths and temperature are those of the run that made the model (config.json in the
+Task, prompt, lengths, temperature and sampler are those of the run that made the model (config.json in the
 folder above it). Any of them can be set as --name=value.
 """
 import html
@@ -32,15 +32,15 @@ def read_settings(argv):
     prompt = starter.QUESTION_PROMPT if "task" in given else countdown
     cfg = SimpleNamespace(
         task="countdown", eval_task="", prompt=prompt, n_numbers=3, temperature=1.0, min_tokens=0,
-        max_number=20 if tiny else 50, operations="+-" if tiny else "+-*/",
+        max_number=20 if tiny else 50, operations="+-" if tiny else "+-*/", use_vllm=True,
         max_tokens=24 if tiny else 512, max_prompt_tokens=32 if tiny else 256)
     path = Path(model_id).resolve().parent / "config.json"
     run = json.loads(path.read_text()) if path.is_file() else {}
     if "n_grpo_steps" in run:
         starter.override(cfg, {name: run[name] for name in vars(cfg)})
     vars(cfg).update(model_id=model_id, device="cuda" if torch.cuda.is_available() else "cpu",
-                     use_vllm=True, gpu_mem_util=0.4, vllm_sleep=False, enforce_eager=False,
-                     n_samples=8, n_eval=200, chat=False)
+                     gpu_mem_util=0.4, vllm_sleep=False, enforce_eager=False, n_samples=8,
+                     n_eval=200, chat=False)
     starter.override(cfg, given)
     for name in ("n_samples", "n_eval", "max_tokens", "max_prompt_tokens"):
         if getattr(cfg, name) < 1:
@@ -85,6 +85,9 @@ def evaluate(llm, task, params, stop_ids):
     print(f"\n{'mean tokens':18} {metrics['eval/avg_output_tokens']:.1f}")
     show("mean reward", rewards.mean(1))
     n_right = (rewards >= 0.9).sum(1).tolist()
+    if params["temperature"] > 0:
+        _, rows = starter.evaluate_model(llm, task, params | {"n": 1, "temperature": 0.0}, stop_ids)
+        show("accuracy, greedy", [row["reward"] >= 0.9 for row in rows], extra=(0, 0, 1, 1))
     for k in (1, 4, 8, 16, 32, 64):
         if k <= n:
             name = "accuracy, pass@1" if k == 1 else f"pass@{k}"

@@ -10,12 +10,11 @@
 One step: sample a group of responses to each prompt and reward them. Make those above the mean of
 their group more likely and the others less, in small steps (PPO clipping) and not far from the
 start (KL penalty: KL.md).
-
-Hyperparameters and training loop come first, then task, policy, sampler, loss, records, settings.
 """
-import os
-import sys
+import os, sys, time
 from pathlib import Path
+
+START = time.perf_counter()
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before the slow imports
     print(__doc__, Path(__file__).read_text("utf-8").split("\n    # ----")[1], sep="\n")
@@ -34,7 +33,7 @@ if IS_LAUNCHED:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)]
 
 import ast, contextlib, copy, difflib, functools, gc, html, json, math, operator, random, re
-import shutil, signal, tempfile, time, warnings, zipfile, zlib
+import shutil, signal, tempfile, warnings, zipfile, zlib
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -97,6 +96,7 @@ def main(argv=None):
         out_dir="out",  # the run gets a folder in it
         resume="",  # a run folder, or "latest"
         n_grpo_steps=100 if tiny else 200,
+        max_minutes=0.0,  # from the program's start; 0: no limit
         eval_every=20,  # steps
         n_eval=1000 if tiny else 200,  # held-out problems
         save_every=20 if tiny else 50,  # steps between checkpoints; 0: only on Ctrl-C
@@ -131,7 +131,6 @@ def main(argv=None):
         clip_range=0.2,
         clip_range_high=0.0,  # upper limit (DAPO: 0.28); 0: clip_range
         use_std_normalization=True,  # of the advantages of a group
-        advantage_eps=1e-6,
         # KL penalty towards the starting model (KL.md)
         use_kl_penalty=False,
         kl_coef=0.01,
@@ -198,7 +197,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         # Reward: an advantage compares a response with the mean of its group
         batch = make_batch(repeat(prompts, cfg.group_size), responses, cfg.min_tokens)
         batch.advantages, rewards, _ = compute_group_normalized_advantages(
-            texts, repeat(problems, cfg.group_size), reward_fn, cfg.group_size, cfg.advantage_eps,
+            texts, repeat(problems, cfg.group_size), reward_fn, cfg.group_size, 1e-6,
             cfg.use_std_normalization)
         times.append(now())
 
@@ -258,13 +257,15 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
         if cfg.ref_update_every and step % cfg.ref_update_every == 0:
             refresh_reference(ref_model, policy, state)
-        is_last, is_interrupted = step == cfg.n_grpo_steps, any(gather(len(signals)))
+        is_late = 0 < cfg.max_minutes < metrics["time/minutes"]
+        is_last = any(gather(is_late or step == cfg.n_grpo_steps))
+        is_interrupted = any(gather(len(signals)))
         if step % cfg.eval_every == 0 or is_last:
             metrics |= evaluate(policy, llm, task, params, log, state)
         log.write(step, metrics, response_kl)
         if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             save_checkpoint(log.folder, policy, optimizer, ref_model, state)
-        if is_interrupted:
+        if is_interrupted or is_last:
             break
     return state.step
 
@@ -795,11 +796,8 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     from vllm import SamplingParams
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts],
                            [SamplingParams(**params, seed=seed) for seed in seeds], use_tqdm=False)
-    responses = [Response(list(x.token_ids), x.logprobs.logprobs, None, x.finish_reason == "stop")
-                 for output in outputs for x in output.outputs]
-    if len(responses) != len(prompts) * params["n"] or not all(r.ids for r in responses):
-        raise RunFailed(f"vLLM returned {len(responses)} responses, or an empty one")
-    return responses
+    return [Response(list(x.token_ids), x.logprobs.logprobs, None, x.finish_reason == "stop")
+            for output in outputs for x in output.outputs]
 
 
 class TorchSampler:
@@ -1155,6 +1153,7 @@ def step_metrics(metadata, rewards, responses, texts, times, cfg):
     metrics = {
         "train/reward_mean": rewards.mean(), "train/reward_std": rewards.std(),
         "train/frac_groups_zero_std": (spread == 0).mean(), "time/step": seconds,
+        "time/minutes": (times[3] - START) / 60,
         "train/answer_frac": answered.mean(), "train/truncated_frac": truncated.mean(),
         "train/avg_output_tokens": lengths.mean(), "perf/tokens_per_s": lengths.sum() / seconds}
     metrics |= zip(("time/rollout", "time/train", "time/sync"), np.diff(times))
@@ -1226,7 +1225,8 @@ class Log:
 
 
 def log_train(log, step, metrics, cfg):
-    eta = (cfg.n_grpo_steps - step) * metrics["time/step"] / 60
+    eta = min((cfg.n_grpo_steps - step) * metrics["time/step"] / 60,
+              max(0.0, (cfg.max_minutes or math.inf) - metrics["time/minutes"]))
     line = ("Step {step} | Loss: {train/loss:.4f} | Grad norm: {train/grad_norm:.4f} | "
             "Reward mean: {train/reward_mean:.3f} | Entropy: {train/entropy:.3f} | "
             "Tokens: {train/avg_output_tokens:.1f} | {perf/tokens_per_s:.0f} tok/s | rollout "
@@ -1395,7 +1395,7 @@ def override(cfg, given):
 
 def check_settings(cfg):
     may_be_zero = ("seed lora_rank save_every min_tokens warmup_steps max_grad_norm kl_coef "
-                   "clip_range_high advantage_eps kl_warmup_steps ref_update_every").split()
+                   "clip_range_high max_minutes kl_warmup_steps ref_update_every").split()
     for name, value in vars(cfg).items():
         lowest = 0 if name in may_be_zero else 1e-30
         if type(value) in (int, float) and not lowest <= value < 2**62:

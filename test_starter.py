@@ -141,7 +141,7 @@ def settings_of(**changes):
                 "temperature": 1.0, "device": "cpu", "max_grad_norm": 1.0, "warmup_steps": 0,
                 "lr": 0.1, "kl_coef": 0.01, "target_kl": 0.1, "use_kl_penalty": True,
                 "n_eval": 8, "max_prompt_tokens": 64, "prompt": "{question}=", "task": "file",
-                "n_numbers": 3, "max_number": 20, "operations": "+-", "n_grpo_steps": 10,
+                "n_numbers": 3, "max_number": 20, "operations": "+-", "n_grpo_steps": 10, "max_minutes": 0.0,
                 "ref_update_every": 0, "min_tokens": 0, "max_tokens": 12, "use_vllm": True,
                 "enforce_eager": True, "vllm_sleep": False, "gpu_mem_util": 0.2}
     return SimpleNamespace(**defaults | changes)
@@ -879,14 +879,6 @@ def test_a_sync_resets_the_prefix_cache(engine, monkeypatch):
         starter.load_policy_into_vllm_instance(policy, llm)
 
 
-@needs_vllm
-def test_missing_responses_of_vllm_are_noticed(engine, monkeypatch):
-    _, llm = engine
-    monkeypatch.setattr(llm, "generate", lambda *arguments, **options: [])
-    with pytest.raises(RunFailed, match="returned 0 responses"):
-        starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 0, 0)
-
-
 def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert isinstance(starter.init_vllm(make_policy(), settings_of()), starter.TorchSampler)
@@ -1443,7 +1435,7 @@ def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
     metrics = dict.fromkeys(("train/loss", "train/grad_norm", "train/reward_mean", "kl/mean",
                              "train/kl_penalty", "train/answer_frac", "train/avg_output_tokens",
                              "perf/tokens_per_s", "time/rollout", "time/train", "time/sync",
-                             "time/step"), 0.0)
+                             "time/step", "time/minutes"), 0.0)
     metrics |= {"train/frac_groups_zero_std": 1.0, "train/truncated_frac": 0.9}
     for step in (10, 11, 12):
         starter.log_train(log, step, metrics | {"kl/mean": 0.3 * (step == 10)}, settings_of())
@@ -1662,7 +1654,7 @@ ALWAYS = {f"train/{name}" for name in (
     "reward_mean reward_std loss grad_norm kl_penalty kl_coef clip_fraction entropy "
     "avg_output_tokens truncated_frac answer_frac frac_groups_zero_std skipped_steps").split()} | {
     "rollout/logp_gap_mean", "rollout/logp_gap_max", "time/rollout", "time/train", "time/sync",
-    "time/step", "perf/tokens_per_s"}
+    "time/step", "time/minutes", "perf/tokens_per_s"}
 EVALUATION = {"eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens"}
 WITH_KL = {f"kl/{name}" for name in ("mean", "max", "min", "policy_logp_mean", "ref_logp_mean")}
 
@@ -1752,6 +1744,14 @@ def test_without_kl_there_are_no_kl_scalars_and_the_model_loads_anywhere(run_mai
     assert starter.is_tiny(str(folder / "model"))
 
 
+def test_a_run_ends_when_its_minutes_are_over(run_main, capsys):
+    folder = run_main("--max_minutes=1e-4", "--save_every=50", "--eval_every=50")
+    rows = check_run(folder, n_steps=1)    # with an evaluation and a model at its end
+    assert rows[1]["time/minutes"] > 1e-4 and "ETA 0.0 min" in capsys.readouterr().out
+    run_main(f"--resume={folder}", "--max_minutes=0", "--n_grpo_steps=2")
+    assert check_run(folder, n_steps=2)[1] == rows[1], "it was saved, and can be continued"
+
+
 def test_training_raises_the_reward(run_main):
     rows = rows_of(run_main("--n_grpo_steps=20", "--rollout_batch_size=64", "--group_size=8",
                             "--lr=5e-4", "--seed=1", "--save_every=0", "--eval_every=100"))
@@ -1791,7 +1791,7 @@ OPTIONS = [
       "--loss_type=dapo",
       "--clip_range=0.001", "--clip_range_high=0.002", "--seed=7"], check_updates),
     (["--tokens_per_microbatch=40", "--loss_type=dr_grpo", "--use_std_normalization=False",
-      "--advantage_eps=1e-4", "--temperature=0.7", "--min_tokens=2", "--max_grad_norm=0",
+      "--temperature=0.7", "--min_tokens=2", "--max_grad_norm=0",
       "--warmup_steps=0"], None),
     (["--gradient_checkpointing=True", "--compile=True"], None),
     ([KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2", "--lr=1e-2"], check_lora),
@@ -2166,9 +2166,28 @@ def test_sample_measures_pass_at_k_and_talks(warm_folder, monkeypatch, capsys):
     text = capsys.readouterr().out
     shares = [float(re.search(rf"pass@{k} +([0-9.]+) ", text)[1]) for k in (1, 4, 8)]
     assert 0.1 < shares[0] < shares[1] < shares[2] <= 1 and "right: " in text
+    assert re.search(r"accuracy, greedy +0\.[0-9]+ +\(95 %: ", text)
     monkeypatch.setattr(sys, "stdin", io.StringIO("3 5=8:\n\n"))
     sample.main([*options, "--chat=True", "--temperature=0"])
     assert "model: <answer>" in capsys.readouterr().out
+
+
+def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path):
+    for name, start in {"train": 0, "test": 50}.items():
+        rows = [{"question": f"{i}+1=", "answer": f"so #### {i + 1}"} for i in range(start, start + 9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = subprocess.run(
+        ["bash", HERE / "speedrun.sh", warm_folder, ".", "--seed=3", "--use_vllm=False",
+         "--rollout_batch_size=16", "--max_tokens=12", "--max_prompt_tokens=100",
+         "--n_grpo_steps=1"],
+        capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHON": sys.executable})
+    assert run.returncode == 0, run.stderr
+    interval = r"[01]\.[0-9]+ +\(95 %: [01]\.[0-9]+ to [01]\.[0-9]+\)"
+    assert re.fullmatch(rf"\| GSM8K \| {warm_folder.name} \| .+ \| [0-9.]+ \| {interval} \| "
+                        rf"{interval} \| \w+ \| --seed=3 .*\|", run.stdout.splitlines()[-1])
+    assert "4 responses to each of 9 held-out problems" in run.stdout
+    usage = subprocess.run(["bash", HERE / "speedrun.sh"], capture_output=True, text=True)
+    assert usage.returncode == 2 and "speedrun.sh MODEL DATA" in usage.stdout
 
 
 def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):

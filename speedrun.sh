@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# GSM8K on one GPU against the clock. The last line is a row for the table of records.
+#
+#     bash speedrun.sh MODEL DATA [--seed=1 ...]
+#
+# MODEL is a folder or a hub name, such as Qwen/Qwen2.5-1.5B-Instruct. DATA is a folder with GSM8K's
+# train.jsonl and test.jsonl (github.com/openai/grade-school-math). Whatever follows is for starter.py.
+#
+# The clock counts everything from the start of starter.py to the saved model. Then sample.py answers
+# all test problems, four times at temperature 1 and once greedily.
+set -euo pipefail
+if [ $# -lt 2 ]; then
+    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    exit 2
+fi
+here=$(dirname "$0") model=$1 data=$2
+shift 2
+python=${PYTHON:-python3}
+
+SECONDS=0
+$python "$here/starter.py" --model_id="$model" --task="$data/train.jsonl" --eval_task="$data/test.jsonl" \
+    --max_minutes=5.6 --n_grpo_steps=1000 --eval_every=15 --n_eval=300 --save_every=0 \
+    --rollout_batch_size=512 --max_tokens=400 --max_prompt_tokens=400 --gpu_mem_util=0.3 \
+    --lr=4e-6 --warmup_steps=5 --loss_type=dr_grpo --use_std_normalization=False \
+    --gradient_checkpointing=False --compile=False "$@"
+minutes=$(awk "BEGIN { printf \"%.1f\", $SECONDS / 60 }")
+
+n_problems=$(grep -c . "$data/test.jsonl")
+$python "$here/sample.py" --n_eval="$n_problems" --n_samples=4 | tee out/latest/test.txt
+accuracy() {
+    sed -n "s/^accuracy, $1 *//p" out/latest/test.txt
+}
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null || echo CPU)
+commit=$(git -C "$here" rev-parse --short HEAD 2> /dev/null || echo unknown)
+echo "| GSM8K | $(basename "$model") | $gpu | $minutes | $(accuracy pass@1) | $(accuracy greedy) | $commit | ${*:---seed=42} |"
