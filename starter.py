@@ -133,7 +133,7 @@ def main(argv=None):
         use_std_normalization=True,  # of the advantages of a group
         # KL penalty towards the starting model (KL.md)
         use_kl_penalty=False,
-        kl_coef=0.01,
+        kl_coef=0.1,
         kl_estimator="k3",  # or "k1", "k2", "exact" (over the vocabulary)
         kl_importance_weight=True,  # False: the plain formula, with another gradient
         kl_in="loss",  # or "reward", with k1
