@@ -15,6 +15,10 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
+    print(__doc__)
+    sys.exit()
+
 import starter
 import tiny
 import torch

@@ -11,6 +11,10 @@ import contextlib, io, json, math, random, statistics, sys, zlib
 from pathlib import Path
 from types import SimpleNamespace
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
+    print(__doc__)
+    sys.exit()
+
 import matplotlib.figure
 import starter
 import tiny

@@ -8,13 +8,13 @@
 Task, prompt, lengths, temperature and sampler are those of the run that made the model (config.json in the
 folder above it). Any of them can be set as --name=value.
 """
-import html
-import itertools
-import json
-import math
-import sys
+import html, itertools, json, math, sys
 from pathlib import Path
 from types import SimpleNamespace
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
+    print(__doc__)
+    sys.exit()
 
 import numpy as np
 import starter
@@ -66,7 +66,7 @@ def show(name, values, extra=()):
     low, high = padded.mean() - half, padded.mean() + half
     if extra:
         low, high = max(0.0, low), min(1.0, high)
-    print(f"{name:18} {np.mean(values):.3f}  (95 %: {low:.3f} to {high:.3f})")
+    print(f"{name:18} {np.mean(values):.3f}  (95 %: {low:.3f} to {high:.3f})", flush=True)
 
 
 def printable(text):
@@ -85,17 +85,17 @@ def evaluate(llm, task, params, stop_ids):
     print(f"\n{'mean tokens':18} {metrics['eval/avg_output_tokens']:.1f}")
     show("mean reward", rewards.mean(1))
     n_right = (rewards >= 0.9).sum(1).tolist()
-    if params["temperature"] > 0:
-        _, rows = starter.evaluate_model(llm, task, params | {"n": 1, "temperature": 0.0}, stop_ids)
-        show("accuracy, greedy", [row["reward"] >= 0.9 for row in rows], extra=(0, 0, 1, 1))
     for k in (1, 4, 8, 16, 32, 64):
         if k <= n:
             name = "accuracy, pass@1" if k == 1 else f"pass@{k}"
             show(name, [pass_at_k(n, right, k) for right in n_right], extra=(0, 0, 1, 1))
+    if params["temperature"] > 0:
+        _, rows = starter.evaluate_model(llm, task, params | {"n": 1, "temperature": 0.0}, stop_ids)
+        show("accuracy, greedy", [row["reward"] >= 0.9 for row in rows], extra=(0, 0, 1, 1))
 
 
 def chat(llm, tokenizer, params, stop_ids, max_prompt_tokens):
-    print("An empty line starts a new conversation, Ctrl-D ends.")
+    print("An empty line starts a new conversation, Ctrl-D ends. Tiny expects problems: 3 5 18=16:")
     messages = []
     for turn in itertools.count():
         try:

@@ -21,9 +21,9 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before the sl
     sys.exit()
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
-for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1 "
-                "TORCH_CPP_LOG_LEVEL=ERROR TORCH_LOGS=-all TRANSFORMERS_VERBOSITY=error "
-                "TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_PROGRESS_BARS=1").split():
+for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TRANSFORMERS_VERBOSITY=error "
+                "TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false VLLM_HOST_IP=127.0.0.1 "
+                "TORCH_LOGS=-all HF_HUB_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1").split():
     os.environ.setdefault(*setting.split("="))
 # torchrun starts one process, a rank, per GPU. Each sees its own GPU only.
 IS_LAUNCHED, RANK, WORLD = "LOCAL_RANK" in os.environ, 0, 1
@@ -96,7 +96,7 @@ def main(argv=None):
         out_dir="out",  # the run gets a folder in it
         resume="",  # a run folder, or "latest"
         n_grpo_steps=100 if tiny else 200,
-        max_minutes=0.0,  # from the program's start; 0: no limit
+        max_minutes=0.0,  # 0: no limit
         eval_every=20,  # steps
         n_eval=1000 if tiny else 200,  # held-out problems
         save_every=20 if tiny else 50,  # steps between checkpoints; 0: only on Ctrl-C
@@ -113,7 +113,7 @@ def main(argv=None):
         group_size=8,  # responses per prompt
         temperature=1.0,
         min_tokens=0,
-        max_tokens=24 if short else 512,  # per response
+        max_tokens=24 if short else 512,
         max_prompt_tokens=32 if short else 256,
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep=False,  # free it during the update
@@ -452,7 +452,7 @@ def render_chat(prompt, tokenizer):
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not is_open,
-            continue_final_message=is_open, enable_thinking=False)  # no Qwen3 thinking mode
+            continue_final_message=is_open, enable_thinking=False)  # Qwen3
     except Exception as error:
         raise UserError(f"the chat template refuses {messages!s:.200} ({error})") from None
 
@@ -871,7 +871,7 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
         advantages /= groups.std(1, keepdim=True) + advantage_eps
-    # Exact zeros: rounding noise over a tiny deviation would be a full advantage.
+    # Exact zeros: rounding noise over a tiny deviation would count in full.
     is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
     metadata = {"frac_groups_zero_std": is_flat.float().mean().item()}
     if len(rewards):
@@ -1090,10 +1090,8 @@ def update_weights(policy, optimizer, loss, cfg, state):
 
 def adapt_kl_coef(state, kl, cfg):
     """Steer the KL to target_kl, with kl_coef at 0.1 to 100 times its setting."""
-    if not math.isfinite(kl):
-        return
-    # Clipped: one wild batch must not count for long.
-    state.kl_smooth = (state.kl_smooth + min(kl, 5 * cfg.target_kl)) / 2
+    # Clipped, NaN too: one wild batch must not count for long.
+    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2
     if state.kl_smooth > 1.5 * cfg.target_kl:
         state.kl_coef = min(1.5 * state.kl_coef, 100 * cfg.kl_coef)
     elif state.kl_smooth < 0.5 * cfg.target_kl:
@@ -1216,12 +1214,13 @@ class Log:
 
     def report(self, last_step, cfg):
         rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-        print(f"\nHeld-out accuracy {accuracy[0]:.1%} -> {accuracy[-1]:.1%} in {last_step} steps\n"
+        done = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
+        (first, _), (last, step) = done[0], done[-1]
+        print(f"\nHeld-out accuracy {first:.1%} -> {last:.1%} at step {step}\n"
               f"  try it    python sample.py --model_id={self.folder}/model\n"
               f"  curves    tensorboard --logdir {self.folder.parent}/tb")
         if last_step < cfg.n_grpo_steps:
-            print(f"  continue  python starter.py --resume={self.folder}")
+            print(f"  continue  python {sys.argv[0]} --resume={self.folder}")
 
 
 def log_train(log, step, metrics, cfg):
@@ -1405,19 +1404,19 @@ def check_settings(cfg):
     rules = {
         "device is cpu, or cuda with a GPU": cfg.device == "cpu" or gpu,
         "vllm_sleep and ref_offload need a GPU": gpu or not (cfg.vllm_sleep or cfg.ref_offload),
-        "loss_type is grpo, dr_grpo or dapo": cfg.loss_type in ("grpo", "dr_grpo", "dapo"),
-        f"kl_estimator is one of {', '.join(ESTIMATORS)}": cfg.kl_estimator in ESTIMATORS,
-        "kl_in is loss, or reward with kl_estimator=k1":
+        "loss_type must be grpo, dr_grpo or dapo": cfg.loss_type in ("grpo", "dr_grpo", "dapo"),
+        f"kl_estimator must be one of {', '.join(ESTIMATORS)}": cfg.kl_estimator in ESTIMATORS,
+        "kl_in must be loss, or reward with kl_estimator=k1":
             cfg.kl_in == "loss" or (cfg.kl_in, cfg.kl_estimator) == ("reward", "k1"),
         "the KL penalty is off: add --use_kl_penalty=True":
             kl or not (cfg.kl_adaptive or cfg.kl_warmup_steps or ref_options),
         "no ref_update_every or ref_offload with lora_rank": not (cfg.lora_rank and ref_options),
-        "rollout_batch_size is a multiple of group_size, which is at least 2":
+        "rollout_batch_size must be a multiple of group_size, which is at least 2":
             cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0,
-        "clip_range and gpu_mem_util are below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
-        "min_tokens is at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
-        "n_numbers is 2 to 8": 2 <= cfg.n_numbers <= 8,
-        "operations are some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),
+        "clip_range and gpu_mem_util must be below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
+        "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
+        "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
+        "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),
         "eval_task needs a task from a file": cfg.task != "countdown" or not cfg.eval_task}
     for rule, is_kept in rules.items():
         if not is_kept:
@@ -1427,7 +1426,7 @@ def check_settings(cfg):
 
 
 def start_process_group(device):
-    # Else the parallel sums of a CPU's backward pass differ from run to run.
+    # Else a CPU's parallel sums differ from run to run.
     torch.use_deterministic_algorithms(device == "cpu")
     if (IS_LAUNCHED or device == "cuda") and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -1438,7 +1437,8 @@ def start_process_group(device):
 def make_run_folder(cfg, given):
     """-> a new folder such as out/0003_lr=1e-4; out/latest points to it"""
     out = Path(cfg.out_dir)
-    label = ",".join(f"{key}={value}" for key, value in given.items() if key != "out_dir")
+    words = [f"{key}={value}" for key, value in given.items() if key != "out_dir"]
+    label = ",".join(sorted(words, key=len))
     label = re.sub(r"[^\w=.,+-]", "-", label[:39], flags=re.ASCII)
     last = max((int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")), default=0)
     name = gather(f"{last + 1:04d}_{label}".rstrip("_"))[0]
@@ -1482,7 +1482,7 @@ def run(main):
     except OSError as error:
         message, code = f"cannot write or read: {error}", 1
     except torch.OutOfMemoryError:
-        message, code = "out of GPU memory: try --vllm_sleep=True or --lora_rank=32", 1
+        message, code = "out of GPU memory: lower tokens_per_microbatch or gpu_mem_util", 1
     except KeyboardInterrupt:
         message, code = "stopped at once", 130
     print(f"error: {message}", file=sys.stderr)
