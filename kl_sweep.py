@@ -1,7 +1,7 @@
 """What the KL penalty does, measured on the tiny model: KL.md explains the results.
 
-    python kl_sweep.py --skip="exact, k1 in the reward"    the table of KL.md (about an hour)
-    python kl_sweep.py                with these two estimators as well
+    python kl_sweep.py                the table of KL.md (more than an hour)
+    python kl_sweep.py --skip="exact, k1 in the reward"    without these estimators
     python kl_sweep.py --quick=True   a small version, to see it work (about 3 minutes)
     python kl_sweep.py --figure=True  only assets/kl_estimators.png, in seconds
 
@@ -66,7 +66,7 @@ def measure(folder, start):
     responses = starter.rollout_with_vllm(sampler, [tokenizer.encode(q) for q in questions],
                                           params | {"temperature": 0.0}, 0, "second skill")
     texts = [starter.decode(tokenizer, response.ids, policy.stop_ids) for response in responses]
-    return {"accuracy": metrics["eval/accuracy"], "kl": stats[3][batch.mask].mean().item(),
+    return {"accuracy": float(metrics["eval/accuracy"]), "kl": stats[3][batch.mask].mean().item(),
             "second_skill": sum(map(str.__eq__, texts, answers)) / len(answers)}
 
 
