@@ -1429,6 +1429,15 @@ def test_sampler_and_trainer_must_agree_and_the_kl_begins_at_zero():
         starter.check_agreement({}, [{"kl_mean": 0.01}, {"kl_mean": 0.0}], cfg, 1)
 
 
+def test_the_report_names_the_last_evaluation(tmp_path, capsys):
+    log = starter.Log(tmp_path, settings_of())
+    for step, metrics in {0: {"eval/accuracy": 0.25}, 4: {"eval/accuracy": 0.5}, 7: {}}.items():
+        log.write(step, metrics)
+    log.report(7, settings_of())
+    text = capsys.readouterr().out
+    assert "25.0% -> 50.0% at step 4\n" in text and f"--resume={tmp_path}\n" in text
+
+
 def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
     hostile = "<script>alert('x')</script>\x1b[31m\n"
     assert starter.escape(hostile) == "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;\\x1b[31m\n"
@@ -1602,7 +1611,8 @@ def test_unweighted_k1_in_the_loss_is_warned_about(run_main, capsys):
 
 def test_run_folders_are_numbered_and_named_after_what_was_set(tmp_path):
     cfg = SimpleNamespace(out_dir=str(tmp_path / "out"), lr=1e-4)
-    long = {"out_dir": "x", "task": "/data/my file.jsonl", "prompt": "ü" * 100}
+    # Short settings come first, so that a long one does not hide them.
+    long = {"prompt": "ü" * 100, "out_dir": "x", "task": "/data/my file.jsonl"}
     for given in ({}, {"lr": "1e-4", "out_dir": "x"}, long):
         folder = starter.make_run_folder(cfg, given)
         starter.Log(folder, cfg)
@@ -1747,9 +1757,10 @@ def test_without_kl_there_are_no_kl_scalars_and_the_model_loads_anywhere(run_mai
 
 
 def test_a_run_ends_when_its_minutes_are_over(run_main, capsys):
-    folder = run_main("--max_minutes=1e-4", "--save_every=50", "--eval_every=50")
-    rows = check_run(folder, n_steps=1)    # with an evaluation and a model at its end
-    assert rows[1]["time/minutes"] > 1e-4 and "ETA 0.0 min" in capsys.readouterr().out
+    folder = run_main("--max_minutes=1e-4", "--save_every=50", "--eval_every=50",
+                      "--n_grpo_steps=1000000")
+    rows, text = check_run(folder, n_steps=1), capsys.readouterr().out
+    assert rows[1]["time/minutes"] > 1e-4 and "ETA 0.0 min" in text and "at step 1\n" in text
     run_main(f"--resume={folder}", "--max_minutes=0", "--n_grpo_steps=2")
     assert check_run(folder, n_steps=2)[1] == rows[1], "it was saved, and can be continued"
 
