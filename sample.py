@@ -5,8 +5,8 @@
     python sample.py --n_samples=32     more responses to each held-out problem; --n_eval: problems
     python sample.py --chat=True        talk to it (tiny expects problems such as 3 5 7=15:)
 
-Task, prompt, lengths, temperature and sampler are those of the run that made the model (config.json in the
-folder above it). Any of them can be set as --name=value.
+Task, prompt, lengths, temperature and sampler are those of the run that made the model
+(config.json in the folder above it). Any of them can be set as --name=value.
 """
 import html, itertools, json, math, sys
 from pathlib import Path
@@ -95,7 +95,7 @@ def evaluate(llm, task, params, stop_ids):
 
 
 def chat(llm, tokenizer, params, stop_ids, max_prompt_tokens):
-    print("An empty line starts a new conversation, Ctrl-D ends. Tiny expects problems: 3 5 18=16:")
+    print("An empty line starts a new conversation, Ctrl-D ends.")
     messages = []
     for turn in itertools.count():
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 START = time.perf_counter()
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before the slow imports
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before slow imports
     print(__doc__, Path(__file__).read_text("utf-8").split("\n    # ----")[1], sep="\n")
     sys.exit()
 
@@ -452,7 +452,7 @@ def render_chat(prompt, tokenizer):
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not is_open,
-            continue_final_message=is_open, enable_thinking=False)  # Qwen3
+            continue_final_message=is_open, enable_thinking=False)
     except Exception as error:
         raise UserError(f"the chat template refuses {messages!s:.200} ({error})") from None
 
@@ -1105,7 +1105,7 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
     problems, first = share(task.held_out)
     prompts, rows = [problem["prompt_ids"] for problem in problems], []
     responses = rollout_with_vllm(llm, prompts, params, 0, "eval", first)
-    for problem, response in zip(repeat(problems, params["n"]), responses):
+    for problem, response in zip(repeat(problems, params["n"]), responses, strict=True):
         text = decode(task.tokenizer, response.ids, stop_ids)
         rows.append({"prompt": problem["rendered"], "response": text, "tokens": len(response.ids),
                      "answer": problem.get("answer") or problem["solution"],

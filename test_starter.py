@@ -1429,6 +1429,13 @@ def test_sampler_and_trainer_must_agree_and_the_kl_begins_at_zero():
         starter.check_agreement({}, [{"kl_mean": 0.01}, {"kl_mean": 0.0}], cfg, 1)
 
 
+def test_missing_responses_are_noticed_in_an_evaluation(monkeypatch):
+    monkeypatch.setattr(starter, "rollout_with_vllm", lambda *arguments: [])
+    task = SimpleNamespace(held_out=[{"prompt_ids": [1]}], tokenizer=None)
+    with pytest.raises(ValueError, match="shorter"):
+        starter.evaluate_model(None, task, {"n": 1}, [256])
+
+
 def test_the_report_names_the_last_evaluation(tmp_path, capsys):
     log = starter.Log(tmp_path, settings_of())
     for step, metrics in {0: {"eval/accuracy": 0.25}, 4: {"eval/accuracy": 0.5}, 7: {}}.items():
