@@ -4,8 +4,8 @@
     python bench.py --kl=True --rollout=False         with a KL penalty; the update alone
     python bench.py --bare=True                       rollouts beside vLLM alone, same prompts
     python bench.py --peer=trl                        the same work in TRL, if it is installed
-    python bench.py --sweep=True --picture=sweep.png  response lengths, then batch sizes
-    python bench.py --memory=True                     peak memory of an update, 0.6b to 8b
+    python bench.py --sweep=True --picture=sweep.png  responses of 256 to 8,192 tokens
+    python bench.py --memory=True                     peak memory, 0.6b to 8b, with vLLM
     python bench.py --soak=500                        do memory and step time stay the same?
 
 Every step is one of starter.main(), with responses of exactly new_tokens tokens. All settings of
@@ -52,7 +52,8 @@ def make_model_folder(size, folder):
 
 
 def random_prompts(options):
-    generator, n = random.Random(0), options.prompts * (options.warmup + options.steps) + 1
+    generator, n_steps = random.Random(0), (options.warmup + options.steps) * len(options.lengths)
+    n = options.prompts * n_steps + 1
     return ["".join(generator.choices("abcdefghij", k=options.prompt_tokens)) for _ in range(n)]
 
 
@@ -60,7 +61,8 @@ class Bench:
     """The trainer with its parts timed."""
 
     def __init__(self, options):
-        self.options, self.seconds, self.peak = options, Counter(), 0
+        self.options, self.seconds = options, Counter()
+        self.lengths = starter.repeat(options.lengths, options.warmup + options.steps)
         self.original = SimpleNamespace(**vars(starter))
         # What is not to be measured is replaced.
         starter.reward_fn, starter.evaluate_model = random_reward, no_evaluation
@@ -87,11 +89,13 @@ class Bench:
         return llm
 
     def rollout_with_vllm(self, llm, prompts, params, *args):
+        length = self.lengths.pop(0)
+        params = params | {"min_tokens": length, "max_tokens": length}
         self.last_rollout = llm, prompts, params
         if self.options.rollout:
             responses = self.original.rollout_with_vllm(llm, prompts, params, *args)
         else:
-            shape = (len(prompts) * params["n"], params["max_tokens"])
+            shape = (len(prompts) * params["n"], length)
             rows = torch.randint(0, self.policy.model.config.vocab_size, shape).tolist()
             responses = [starter.Response(row) for row in rows]
         if self.device == "cuda":
@@ -101,7 +105,7 @@ class Bench:
     def log_train(self, log, step, metrics, cfg):
         """Comes after every step. What is added to the metrics is written to metrics.jsonl."""
         self.original.log_train(log, step, metrics, cfg)
-        self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        metrics["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         # Microbatches overlap, so they are not timed one by one.
         self.seconds["forward_backward"] = metrics["time/train"] - sum(self.seconds.values())
         if self.options.bare:
@@ -128,43 +132,55 @@ def nothing(*args):
 
 
 def measure(options, flags, folder):
-    """A short training run -> (medians over the steps after the warm-up, the trainer's settings)"""
+    """A short training run -> (a result for each response length, the trainer's settings)"""
     rate = matmul_rate()
     gc.collect()    # what is left of making the model must not count
     rows = [{"prompt": prompt, "answer": "1"} for prompt in random_prompts(options)]
     Path(folder, "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    bench, n_responses = Bench(options), options.prompts * options.group
+    bench, longest = Bench(options), max(options.lengths)
     starter.main([
         f"--model_id={options.model_dir}", f"--task={folder}/task.jsonl",
-        f"--out_dir={folder}/out", f"--n_grpo_steps={options.warmup + options.steps}",
-        f"--rollout_batch_size={n_responses}", f"--group_size={options.group}", "--n_eval=1",
-        f"--max_prompt_tokens={options.prompt_tokens}", f"--min_tokens={options.new_tokens}",
-        f"--max_tokens={options.new_tokens}", "--save_every=0", *flags])
+        f"--out_dir={folder}/out", f"--n_grpo_steps={len(bench.lengths)}", "--n_eval=1",
+        f"--rollout_batch_size={options.prompts * options.group}", f"--group_size={options.group}",
+        f"--max_prompt_tokens={options.prompt_tokens}", f"--min_tokens={longest}",
+        f"--max_tokens={longest}", "--save_every=0", *flags])
     run = Path(folder, "out", "latest")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = steps[options.warmup + 1:]    # the first row is the evaluation before step 1
+    results = []
+    for length in options.lengths:
+        del steps[:options.warmup + (not results)]    # the first row is an evaluation
+        results.append(summary(steps[:options.steps], length, rate, bench))
+        del steps[:options.steps]
+    print(f"medians of {options.steps} steps: {json.dumps(results, indent=1)}")
+    return results, json.loads((run / "config.json").read_text())
+
+
+def summary(steps, length, rate, bench):
+    """Medians over steps with responses of this length"""
+    options = bench.options
+    n_response_tokens = options.prompts * options.group * length
     seconds = {name.removeprefix("time/"): statistics.median(step[name] for step in steps)
-               for name in steps[-1] if name.startswith("time/")}
-    n_tokens = n_responses * (options.prompt_tokens + options.new_tokens)
-    flops_per_s = flops(bench.policy.model, options) / seconds["forward_backward"]
-    result = {
-        "seconds": seconds, "tokens_per_s": n_tokens / seconds["step"],
-        "us_per_response_token": {name: seconds[name] / n_responses / options.new_tokens * 1e6
+               for name in steps[-1] if name.startswith("time/") and name != "time/minutes"}
+    rollouts = [step["time/rollout"] for step in steps]
+    flops_per_s = flops(bench.policy.model, options, length) / seconds["forward_backward"]
+    peak = max(step["peak_gib"] for step in steps)
+    return {
+        "new_tokens": length, "seconds": seconds,
+        "rollout_tokens_per_s": n_response_tokens / seconds["rollout"],
+        "slowest_to_fastest_rollout": max(rollouts) / min(rollouts),
+        "us_per_response_token": {name: seconds[name] / n_response_tokens * 1e6
                                   for name in ("step", "rollout", "forward_backward")},
         "matmul_tflops": rate / 1e12, "forward_backward_utilisation": flops_per_s / rate,
-        "peak_training_gib": bench.peak / 2**30,
-        "peak_above_engine_gib": (bench.peak - bench.engine) / 2**30}
-    print(f"medians of {len(steps)} steps: {json.dumps(result, indent=1)}")
-    return result, json.loads((run / "config.json").read_text())
+        "peak_gib": peak, "peak_without_engine_gib": peak - bench.engine / 2**30}
 
 
-def flops(model, options):
+def flops(model, options, length):
     """Forward + backward of what the trainer computes: 6 per weight and token, each prompt once;
     the head only where a response token is predicted; 12 per layer, width and pair of tokens."""
     config, head = model.config, model.get_output_embeddings().weight.numel()
     body = sum(p.numel() for p in model.base_model.layers.parameters())
-    n_prompt, n_response = options.prompt_tokens, options.group * options.new_tokens
-    pairs = n_prompt**2 / 2 + n_response * (n_prompt + options.new_tokens / 2)
+    n_prompt, n_response = options.prompt_tokens, options.group * length
+    pairs = n_prompt**2 / 2 + n_response * (n_prompt + length / 2)
     products = body * (n_prompt + n_response) + head * n_response
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return options.prompts * (6 * products + 12 * width * pairs)
@@ -222,17 +238,6 @@ def again(*flags):
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def run_each(cases, *flags):
-    rows = []
-    for case in cases:
-        words = [f"--{name}={value}" for name, value in case.items()]
-        try:
-            rows.append(case | again(*flags, *words)["ours"])
-        except starter.RunFailed as error:    # too large for this GPU
-            rows.append(case | {"error": str(error)})
-    return rows
-
-
 def compare_with_trl(options):
     ours = again("--peer=", f"--model_dir={options.model_dir}")
     names = SHORT_NAMES | {"gpu_mem_util": "gpu_mem_util"}
@@ -242,30 +247,28 @@ def compare_with_trl(options):
             "ratio_to_trl": ours["ours"]["seconds"]["step"] / theirs["seconds"]["step"]}
 
 
-def sweep(options):
-    """Response lengths with the same number of responses, then more responses of the shortest."""
-    lengths = [int(length) for length in options.lengths.split(",")]
-    cases = [{"new_tokens": length, "prompts": options.prompts} for length in lengths]
-    cases += [{"new_tokens": lengths[0], "prompts": n * options.prompts} for n in (2, 4)]
-    rows = run_each(cases, "--sweep=False", f"--model_dir={options.model_dir}")
-    if options.picture:
-        from matplotlib.figure import Figure
-        axes = Figure(figsize=(6, 3.2)).subplots()
-        drawn = [row for row in rows[:len(lengths)] if "seconds" in row]
-        for name in ("step", "rollout", "forward_backward"):
-            axes.plot([str(row["new_tokens"]) for row in drawn],
-                      [row["us_per_response_token"][name] for row in drawn], "o-", label=name)
-        axes.set(ylim=(0, None), xlabel="response length", ylabel="microseconds per response token")
-        axes.legend()
-        axes.figure.savefig(options.picture, dpi=130, bbox_inches="tight")
-    return rows
+def draw(results, path):
+    from matplotlib.figure import Figure
+    axes = Figure(figsize=(6, 3.2)).subplots()
+    for name in ("step", "rollout", "forward_backward"):
+        axes.plot([str(result["new_tokens"]) for result in results],
+                  [result["us_per_response_token"][name] for result in results], "o-", label=name)
+    axes.set(ylim=(0, None), xlabel="response length", ylabel="microseconds per response token")
+    axes.legend()
+    axes.figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 def memory():
-    """Peak of the update alone, all weights and LoRA. vLLM's share comes on top of it."""
-    cases = [{"size": size, "lora_rank": rank} for size in SIZES for rank in (0, 32)]
-    return run_each(cases, "--memory=False", "--kl=True", "--rollout=False", "--compile=False",
-                    "--checkpointing=True", "--steps=1", "--warmup=1")
+    """All weights and LoRA, with a KL penalty and with vLLM in 15 % of the GPU."""
+    rows = []
+    flags = "--memory=False --kl=True --compile=False --gpu_mem_util=0.15 --steps=1 --warmup=1"
+    for case in [{"size": size, "lora_rank": rank} for size in SIZES for rank in (0, 32)]:
+        words = [f"--{name}={value}" for name, value in case.items()]
+        try:
+            rows.append(case | again(*flags.split(), *words)["ours"])
+        except starter.RunFailed as error:    # too large for this GPU
+            rows.append(case | {"error": str(error)})
+    return rows
 
 
 def soak(n_steps, folder):
@@ -299,7 +302,7 @@ def main():
         size=size, model_dir="", prompts=16, group=8, prompt_tokens=16 if is_tiny else 128,
         new_tokens=32 if is_tiny else 256, steps=5, warmup=2, rollout=True, bare=False, peer="",
         trl_microbatch=128 if is_tiny else 16, sweep=False, picture="", memory=False, soak=0,
-        lengths="16,32,64,128" if is_tiny else "256,1024,4096,8192")
+        lengths="32,128,512" if is_tiny else "256,1024,4096,8192")
     starter.override(options, {name: given[name] for name in vars(options) if name in given})
     for name, choices in {"size": ["tiny", *SIZES], "peer": ["", "trl", "trl_alone"]}.items():
         if getattr(options, name) not in choices:
@@ -308,6 +311,8 @@ def main():
     settings = {"vllm": str(is_cuda or options.bare)} | given
     flags = [f"--{SHORT_NAMES.get(name, name)}={value}" for name, value in settings.items()
              if name not in vars(options)]
+    lengths = options.lengths.split(",") if options.sweep else [options.new_tokens]
+    options.lengths = [int(length) for length in lengths]
     result = {"config": vars(options)}
     with tempfile.TemporaryDirectory() as folder:
         options.model_dir = options.model_dir or f"{folder}/model"
@@ -315,8 +320,6 @@ def main():
             result["soak"] = soak(options.soak, folder)
         elif options.memory:
             result["memory"] = memory()
-        elif options.sweep:
-            result["sweep"] = sweep(options)
         elif options.peer == "trl":
             result |= compare_with_trl(options)
         elif options.peer == "trl_alone":
@@ -324,7 +327,10 @@ def main():
         else:
             if not Path(options.model_dir).exists():
                 make_model_folder(size, Path(options.model_dir))
-            result["ours"], result["trainer"] = measure(options, flags, folder)
+            result["sweep"], result["trainer"] = measure(options, flags, folder)
+            result["ours"] = result["sweep"][0]
+            if options.picture:
+                draw(result["sweep"], options.picture)
     print(json.dumps(result))
 
 

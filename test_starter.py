@@ -2222,11 +2222,13 @@ def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path):
 def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
     run = subprocess.run(
         [sys.executable, HERE / "bench.py", "--size=tiny", f"--model_dir={warm_folder}",
-         "--prompts=2",
-         "--group=2", "--new_tokens=4", "--steps=1", "--warmup=1"], capture_output=True, text=True,
-        cwd=tmp_path, timeout=400)
+         "--prompts=2", "--group=2", "--sweep=True", "--lengths=4,8", "--steps=1", "--warmup=1",
+         "--picture=lengths.png"], capture_output=True, text=True, cwd=tmp_path, timeout=400)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.strip().splitlines()[-1])["ours"]["seconds"]["step"] > 0
+    results = json.loads(run.stdout.strip().splitlines()[-1])["sweep"]
+    assert [result["new_tokens"] for result in results] == [4, 8]
+    assert all(result["seconds"]["step"] > 0 for result in results)
+    assert [path.name for path in tmp_path.iterdir()] == ["lengths.png"], "nothing else is left"
 
 
 def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
