@@ -175,7 +175,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     signals = catch_signals()
     if cfg.device == "cuda":
-        torch.set_num_threads(1)  # tensors in host memory are small
+        torch.set_num_threads(1)  # host tensors are small
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
         load_policy_into_vllm_instance(policy, llm)
@@ -258,10 +258,10 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             refresh_reference(ref_model, policy, state)
         is_late = 0 < cfg.max_minutes < metrics["time/minutes"]
         is_last = any(gather(is_late or step == cfg.n_grpo_steps))
-        is_interrupted = any(gather(len(signals)))
         if step % cfg.eval_every == 0 or is_last:
             metrics |= evaluate(policy, llm, task, params, log, state)
         log.write(step, metrics, response_kl)
+        is_interrupted = any(gather(len(signals)))
         if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             save_checkpoint(log.folder, policy, optimizer, ref_model, state)
         if is_interrupted or is_last:
@@ -414,10 +414,10 @@ class Task:
         self.training = [row for row in rows if row["rendered"] not in seen]
         self.held_out = held_out[:cfg.n_eval]
         if not self.held_out or not (self.training or cfg.task == "countdown"):
-            raise UserError("too few problems to hold some out")
+            raise UserError("too few problems that fit")
 
     def fitting(self, rows):
-        """-> encoded rows, without those that are too long"""
+        """-> encoded rows, without long ones"""
         rows = [self.encode(row) for row in rows]
         kept = [row for row in rows if len(row["prompt_ids"]) <= self.cfg.max_prompt_tokens]
         if len(kept) < len(rows):
@@ -547,7 +547,7 @@ def compile_and_shard(policy, cfg, is_reference=False):
             parameter.data = parameter.data.to(policy.compute_dtype)
     layers = max((m for m in policy.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     if cfg.compile:
-        torch._dynamo.config.specialize_float = True  # else temperatures compile for a minute
+        torch._dynamo.config.specialize_float = True  # a dynamic temperature compiles slowly
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         policy.chunk_stats = torch.compile(chunk_stats, dynamic=True)
@@ -806,8 +806,8 @@ class TorchSampler:
         self.model = AutoModelForCausalLM.from_config(
             copy.deepcopy(policy.model.config), attn_implementation="sdpa",
             dtype=policy.compute_dtype).to(policy.device).eval()
-        for weight in self.model.parameters():  # by columns: faster on a CPU
-            weight.data = weight.data.transpose(0, -1).contiguous().transpose(0, -1)
+        for weight in [w for w in self.model.parameters() if w.dim() == 2]:
+            weight.data = weight.data.T.contiguous().T  # by columns: faster on a CPU
         load_policy_into_vllm_instance(policy, self)
 
     @torch.no_grad()
@@ -817,7 +817,7 @@ class TorchSampler:
         if half and len(prompts) * n * (width + limit) > CACHE_LIMIT:
             return (self.generate(prompts[:half], params, seeds[:half])
                     + self.generate(prompts[half:], params, seeds[half:]))
-        # Random numbers do not depend on what else is in the batch.
+        # Random numbers do not depend on the rest of the batch.
         rows = [np.random.default_rng(seed + i).random(limit) for seed in seeds for i in range(n)]
         uniform = torch.tensor(np.array(rows), device=device)
         ids = torch.tensor([[-1] * (width - len(p)) + p for p in prompts], device=device)
@@ -834,9 +834,9 @@ class TorchSampler:
             if len(tokens) < params["min_tokens"]:
                 logits[:, stop_ids] = -torch.inf
             log_probs = (logits / max(params["temperature"], 1e-6)).log_softmax(-1)  # 0: greedy
-            total = log_probs.double().exp().cumsum(-1)
-            threshold = uniform[:, len(tokens), None] * total[:, -1:]  # [P * n, 1]
-            ids = torch.searchsorted(total, threshold, right=True)
+            cdf = log_probs.double().exp().cumsum(-1)
+            threshold = uniform[:, len(tokens), None] * cdf[:, -1:]  # [P * n, 1]
+            ids = torch.searchsorted(cdf, threshold, right=True)
             tokens.append(ids)
             logps.append(log_probs.gather(1, ids))
             mask = F.pad(mask, (0, 1), value=1)
@@ -877,9 +877,8 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
         advantages /= groups.std(1, keepdim=True) + advantage_eps
     # Exact zeros: rounding noise over a tiny deviation would count in full.
     is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
-    metadata = {"frac_groups_zero_std": is_flat.float().mean().item()}
-    if len(rewards):
-        metadata |= {key: getattr(rewards, key)().item() for key in ("mean", "std", "max", "min")}
+    metadata = {key: getattr(rewards, key)().item() for key in ("mean", "std", "max", "min")
+                if len(rewards)}
     return torch.where(is_flat, 0.0, advantages).flatten(), rewards, metadata
 
 
@@ -1186,7 +1185,8 @@ class Log:
         if RANK:
             return
         from torch.utils.tensorboard import SummaryWriter, summary
-        config, step = json.dumps(vars(cfg), indent=1), saved["state"]["step"] + 1 if saved else 0
+        config = json.dumps(vars(cfg), indent=1)
+        step = saved["state"]["step"] + 1 if saved else 0
         with written_whole(folder / "config.json") as temporary:
             temporary.write_text(config)
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -1221,7 +1221,7 @@ class Log:
         print(f"\nHeld-out accuracy {first:.1%} -> {last:.1%} at step {step}\n"
               f"  try it    python sample.py --model_id={self.folder}/model\n"
               f"  curves    tensorboard --logdir {self.folder.parent}/tb")
-        if last_step < cfg.n_grpo_steps:
+        if last_step < cfg.n_grpo_steps and (self.folder / "checkpoint").exists():
             print(f"  continue  python {sys.argv[0]} --resume={self.folder}")
 
 
@@ -1332,19 +1332,20 @@ def restore(saved, policy, optimizer, ref_model, state):
         dcp.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     kl_coef = state.kl_coef
     vars(state).update(saved["state"])
+    saved.clear()  # it is large
     if kl_coef != state.kl_coef_set:  # changed on resume
         state.kl_coef = state.kl_coef_set = kl_coef
 
 
 def catch_signals():
-    """Ctrl-C or SIGTERM: finish the step, save, stop. A second one stops at once."""
+    """Ctrl-C or SIGTERM: finish the step, save, stop. A second Ctrl-C stops at once."""
     received = []
 
     def handler(number, frame):
-        if received:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-        print("\nstopping after this step; press Ctrl-C again to quit without saving")
+        print("\nstopping after this step; Ctrl-C again quits without saving")
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
