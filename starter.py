@@ -400,12 +400,12 @@ def read_jsonl(path, cfg):
 
 
 class Task:
-    """problem(i) is the i-th training problem, held_out the problems to evaluate on."""
+    """problem(i) is the i-th training problem; held_out are for evaluation."""
 
     def __init__(self, cfg, rows, eval_rows, tokenizer):
         self.cfg, self.tokenizer = cfg, tokenizer
         rows, held_out = self.fitting(rows), self.fitting(eval_rows)
-        if not eval_rows:
+        if not (eval_rows or cfg.eval_task):
             # The same order for every seed
             rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))
             held_out = rows[:max(1, len(rows) // 5)][:cfg.n_eval]
@@ -1332,7 +1332,7 @@ def restore(saved, policy, optimizer, ref_model, state):
         dcp.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     kl_coef = state.kl_coef
     vars(state).update(saved["state"])
-    saved.clear()  # it is large
+    saved.clear()  # large
     if kl_coef != state.kl_coef_set:  # changed on resume
         state.kl_coef = state.kl_coef_set = kl_coef
 

@@ -141,7 +141,8 @@ def settings_of(**changes):
                 "temperature": 1.0, "device": "cpu", "max_grad_norm": 1.0, "warmup_steps": 0,
                 "lr": 0.1, "kl_coef": 0.01, "target_kl": 0.1, "use_kl_penalty": True,
                 "n_eval": 8, "max_prompt_tokens": 64, "prompt": "{question}=", "task": "file",
-                "n_numbers": 3, "max_number": 20, "operations": "+-", "n_grpo_steps": 10, "max_minutes": 0.0,
+                "eval_task": "", "n_numbers": 3, "max_number": 20, "operations": "+-",
+                "n_grpo_steps": 10, "max_minutes": 0.0,
                 "ref_update_every": 0, "min_tokens": 0, "max_tokens": 12, "use_vllm": True,
                 "enforce_eager": True, "vllm_sleep": False, "gpu_mem_util": 0.2}
     return SimpleNamespace(**defaults | changes)
@@ -501,6 +502,8 @@ def test_rows_of_eval_task_are_not_trained_on():
     assert not trained & {task.encode(row)["rendered"] for row in question_rows(range(15, 25))}
     with pytest.raises(UserError, match="too few problems"):
         make_task(question_rows(range(5)), question_rows(range(5)))
+    with pytest.raises(UserError, match="too few problems"):
+        make_task(question_rows(range(20)), [], eval_task="empty.jsonl")
 
 
 def test_long_prompts_are_left_out_and_the_message_names_the_flag(capsys):
