@@ -10,7 +10,7 @@
 
 Every step is one of starter.main(), with responses of exactly new_tokens tokens. All settings of
 starter.py can be given, too. --model_dir keeps the model. The last line is one JSON object."""
-import functools, gc, json, os, random, statistics, subprocess, sys, tempfile
+import functools, gc, importlib.util, json, os, random, statistics, subprocess, sys, tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +239,8 @@ def again(*flags):
 
 
 def compare_with_trl(options):
+    if not importlib.util.find_spec("trl"):
+        raise starter.UserError("TRL is not installed: pip install trl==1.16")
     ours = again("--peer=", f"--model_dir={options.model_dir}")
     names = SHORT_NAMES | {"gpu_mem_util": "gpu_mem_util"}
     same = [f"--{short}={ours['trainer'][name]}" for short, name in names.items()]

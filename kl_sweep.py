@@ -2,7 +2,7 @@
 
     python kl_sweep.py                the table of KL.md (more than an hour)
     python kl_sweep.py --skip="exact, k1 in the reward"    without these estimators
-    python kl_sweep.py --quick=True   a small version, to see it work (about 3 minutes)
+    python kl_sweep.py --quick=True   a small version, to see it work (seven minutes)
     python kl_sweep.py --figure=True  only assets/kl_estimators.png, in seconds
 
 The warm start teaches the model two skills: Countdown, and adding up three numbers. GRPO then
@@ -80,6 +80,9 @@ def run(out, name, start, seed, steps, flags):
                       f"--out_dir={folder}", f"--n_grpo_steps={steps}", "--lr=4e-4", "--n_eval=50",
                       f"--eval_every={steps}", "--save_every=0", "--rollout_batch_size=128",
                       "--use_kl_penalty=True", *flags])
+    last = (folder / "latest" / "metrics.jsonl").read_text().splitlines()[-1]
+    if json.loads(last)["step"] < steps:    # Ctrl-C ended it early
+        raise KeyboardInterrupt
     result = measure(folder / "latest" / "model", start)
     done.write_text(json.dumps(result))
     print(f"{name}, {start.name}: {result}", flush=True)

@@ -9,6 +9,9 @@ counts them. The rest is as in starter.py.
 """
 import json, os, random, re, sys
 from pathlib import Path
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
+    print(__doc__)
+    sys.exit()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import starter, tiny, torch
 
@@ -110,10 +113,14 @@ def main():
     defaults = {"model_id": model_id, "task": DATA, "prompt": PROMPT}
     if starter.is_tiny(model_id):
         defaults |= {"prompt": TINY_PROMPT, "n_grpo_steps": 25, "lr": 4e-4, "max_tokens": 64}
-    tokenizer = starter.AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+    try:
+        tokenizer = starter.AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+    except Exception as error:    # loaders raise anything
+        raise starter.UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
     starter.rollout_with_vllm, starter.reward_fn = Calculator(tokenizer).rollout, right_or_wrong
     missing = [f"--{name}={value}" for name, value in defaults.items() if name not in given]
     starter.main(sys.argv[1:] + missing)
+    print("sample.py has no calculator: there the model makes results up.")
 
 
 if __name__ == "__main__":
