@@ -414,7 +414,7 @@ class Task:
         self.training = [row for row in rows if row["rendered"] not in seen]
         self.held_out = held_out[:cfg.n_eval]
         if not self.held_out or not (self.training or cfg.task == "countdown"):
-            raise UserError("too few problems that fit")
+            raise UserError("too few problems to hold some out")
 
     def fitting(self, rows):
         """-> encoded rows, without long ones"""
@@ -1345,7 +1345,7 @@ def catch_signals():
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-        print("\nstopping after this step; Ctrl-C again quits without saving")
+        print("\nstopping after this step; Ctrl-C again quits unsaved")
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
