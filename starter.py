@@ -757,7 +757,7 @@ def init_vllm(policy, cfg):
     if llm is None:
         llm, cfg.vllm_sleep = TorchSampler(policy), False
     load_policy_into_vllm_instance(policy, llm)
-    gc.freeze()  # collecting vLLM's many objects is slow
+    gc.freeze()  # collecting vLLM's objects is slow
     return llm
 
 
