@@ -165,7 +165,7 @@ def summary(steps, length, rate, bench):
     flops_per_s = flops(bench.policy.model, options, length) / seconds["forward_backward"]
     peak = max(step["peak_gib"] for step in steps)
     return {
-        "new_tokens": length, "seconds": seconds,
+        "new_tokens": round(steps[-1]["train/avg_output_tokens"]), "seconds": seconds,
         "rollout_tokens_per_s": n_response_tokens / seconds["rollout"],
         "slowest_to_fastest_rollout": max(rollouts) / min(rollouts),
         "us_per_response_token": {name: seconds[name] / n_response_tokens * 1e6
@@ -226,7 +226,7 @@ def measure_trl(options, given, folder):
         reward_funcs=lambda completions, **_: [random.random() for _ in completions])
     trainer.train()
     return {"seconds": {"step": statistics.median(starter.np.diff(stamps[options.warmup - 1:]))},
-            "peak_training_gib": torch.cuda.max_memory_allocated() / 2**30}
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def again(*flags):
