@@ -29,7 +29,7 @@ def read_settings(argv):
                                 "first, or give --model_id a folder or a hub name")
     tiny = starter.is_tiny(model_id)
     countdown = starter.SHORT_PROMPT if tiny else starter.LONG_PROMPT
-    prompt = starter.QUESTION_PROMPT if "task" in given else countdown
+    prompt = countdown if given.get("task", "countdown") == "countdown" else starter.QUESTION_PROMPT
     cfg = SimpleNamespace(
         task="countdown", eval_task="", prompt=prompt, n_numbers=3, temperature=1.0, min_tokens=0,
         max_number=20 if tiny else 50, operations="+-" if tiny else "+-*/", use_vllm=True,
@@ -37,7 +37,9 @@ def read_settings(argv):
     path = Path(model_id).resolve().parent / "config.json"
     run = json.loads(path.read_text()) if path.is_file() else {}
     if "n_grpo_steps" in run:
-        starter.override(cfg, {name: run[name] for name in vars(cfg)})
+        is_other = given.get("task", run["task"]) != run["task"]
+        starter.override(cfg, {name: run[name] for name in vars(cfg)
+                               if not (is_other and name in ("task", "eval_task", "prompt"))})
     vars(cfg).update(model_id=model_id, device="cuda" if torch.cuda.is_available() else "cpu",
                      gpu_mem_util=0.4, vllm_sleep=False, enforce_eager=False, n_samples=8,
                      n_eval=200, chat=False)
@@ -46,8 +48,12 @@ def read_settings(argv):
         if getattr(cfg, name) < 1:
             raise starter.UserError(f"{name} must be at least 1, got {getattr(cfg, name)}")
     if cfg.task == run.get("task") != "countdown" and not cfg.eval_task:
-        # With more problems than the run held out, some would be problems it was trained on.
+        # Otherwise some problems would be problems that the run was trained on.
         cfg.n_eval = min(cfg.n_eval, run["n_eval"])
+        for name in ("prompt", "max_prompt_tokens"):
+            if getattr(cfg, name) != run[name]:
+                raise starter.UserError(f"{name} decides which problems are held out: leave it as "
+                                        "in the run, or set --eval_task")
     if cfg.temperature == 0 or cfg.chat:
         cfg.n_samples = 1    # without randomness all responses to a prompt are the same
     return cfg

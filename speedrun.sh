@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSM8K on one GPU against the clock. The last line is a row for the table of records.
+# GSM8K on one GPU against the clock. The last line is the result.
 #
 #     bash speedrun.sh MODEL DATA [--seed=1 ...]
 #
@@ -13,8 +13,11 @@ if [ $# -lt 2 ]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0"
     exit 2
 fi
-here=$(dirname "$0") model=$1 data=$2
+here=$(dirname "$0") model=$1 data=$2 out=out
 shift 2
+for word in "$@"; do
+    [[ $word != --out_dir=* ]] || out=${word#*=}
+done
 python=${PYTHON:-python3}
 
 SECONDS=0
@@ -26,9 +29,9 @@ $python "$here/starter.py" --model_id="$model" --task="$data/train.jsonl" --eval
 minutes=$(awk "BEGIN { printf \"%.1f\", $SECONDS / 60 }")
 
 n_problems=$(grep -c . "$data/test.jsonl")
-$python "$here/sample.py" --n_eval="$n_problems" --n_samples=4 | tee out/latest/test.txt
+$python "$here/sample.py" --model_id="$out/latest/model" --n_eval="$n_problems" --n_samples=4 | tee "$out/latest/test.txt"
 accuracy() {
-    sed -n "s/^accuracy, $1 *//p" out/latest/test.txt
+    sed -n "s/^accuracy, $1 *//p" "$out/latest/test.txt"
 }
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null || echo CPU)
 commit=$(git -C "$here" rev-parse --short HEAD 2> /dev/null || echo unknown)

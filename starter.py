@@ -8,8 +8,8 @@
     python sample.py                   measure the trained model, or chat with it
 
 One step: sample a group of responses to each prompt and reward them. Make those above the mean of
-their group more likely and the others less, in small steps (PPO clipping) and not far from the
-start (KL penalty: KL.md).
+their group more likely, the others less. PPO clipping limits further updates on the same
+responses; a KL penalty, off by default, keeps the model near its start (KL.md).
 """
 import os, sys, time
 from pathlib import Path
@@ -20,16 +20,16 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before slow i
     print(__doc__, Path(__file__).read_text("utf-8").split("\n    # ----")[1], sep="\n")
     sys.exit()
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine in this process
 for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TRANSFORMERS_VERBOSITY=error "
                 "TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false VLLM_HOST_IP=127.0.0.1 "
                 "TORCH_LOGS=-all HF_HUB_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1").split():
     os.environ.setdefault(*setting.split("="))
-# torchrun starts one process, a rank, per GPU. Each sees its own GPU only.
+# torchrun starts a process, a rank, per GPU. Each sees its own GPU only.
 IS_LAUNCHED, RANK, WORLD = "LOCAL_RANK" in os.environ, 0, 1
 if IS_LAUNCHED:
     RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ["LOCAL_RANK"]).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)]
 
 import ast, contextlib, copy, difflib, functools, gc, html, json, math, operator, random, re
@@ -54,7 +54,7 @@ print = functools.partial(print, flush=True)
 
 
 class UserError(ValueError):
-    """The user can put it right: one line, exit code 2."""
+    """The user can fix it: one line, exit code 2."""
 
 
 class RunFailed(RuntimeError):
@@ -216,7 +216,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             # A mean: fully_shard averages gradients over ranks
             divisor = np.mean(gather(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
-                # Rows without advantage have no gradient. (An entropy bonus would add one.)
+                # Rows without advantage have no gradient.
                 rows = [row for row in rows if batch.advantages[row] != 0]
             microbatches = make_microbatches(batch, rows, cfg)
             optimizer.zero_grad()
@@ -323,7 +323,7 @@ def evaluate_expression(text, numbers):
     """-> the exact value of an expression that uses each of `numbers` once, or None"""
     digits = re.findall("[0-9]+", text)
     if re.fullmatch(r"[-+*/() 0-9]{1,200}", text) and sorted(map(int, digits)) == sorted(numbers):
-        with contextlib.suppress(Exception):  # it is not an expression, or divides by 0
+        with contextlib.suppress(Exception):  # no expression, or divides by 0
             return exact_value(ast.parse(text.strip(), mode="eval").body)  # parsed, never run
 
 
@@ -406,8 +406,7 @@ class Task:
         self.cfg, self.tokenizer = cfg, tokenizer
         rows, held_out = self.fitting(rows), self.fitting(eval_rows)
         if not (eval_rows or cfg.eval_task):
-            # The same order for every seed
-            rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))
+            rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))  # any seed
             held_out = rows[:max(1, len(rows) // 5)][:cfg.n_eval]
         # No rendered prompt is on both sides.
         seen = {row["rendered"] for row in held_out}
@@ -437,7 +436,7 @@ class Task:
         epoch, position = divmod(index, len(self.training))
         return self.training[self.order(epoch)[position]]
 
-    @functools.lru_cache(2)  # the same for all problems of a step
+    @functools.lru_cache(2)  # same for a whole step
     def order(self, epoch):
         return np.random.default_rng([self.cfg.seed, epoch]).permutation(len(self.training))
 
@@ -488,9 +487,9 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
             model_id, dtype=torch.float32, attn_implementation="packed", trust_remote_code=False)
     except Exception as error:  # loaders raise anything
         raise UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):  # policy and reference must agree
-            module.p = 0.0
+    for module in model.modules():  # no dropout: policy and reference agree
+        for key in [key for key in vars(module) if key == "p" or "drop" in key]:
+            setattr(module, key, 0.0)
     ends = np.ravel(model.generation_config.eos_token_id).tolist()
     policy = Policy(model.to(device), sorted({tokenizer.eos_token_id, *ends} - {None}))
     # Packed rows must have the log-probs of the model itself.
@@ -512,12 +511,14 @@ def add_lora(policy, rank, seed):
     """Freeze the weights; train adapters beside them."""
     from peft import LoraConfig
     torch.manual_seed(seed)
-    policy.model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    head = policy.model.get_output_embeddings()
+    names = [name for name, layer in policy.model.named_modules()
+             if type(layer).__name__ in ("Linear", "Conv1D") and layer is not head]
+    policy.model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
 
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """With LoRA the reference is the policy without its adapters."""
     layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True
@@ -527,7 +528,7 @@ def adapters_off(model):
 
 
 def make_reference(policy, cfg):
-    """The frozen starting model; with LoRA the policy itself."""
+    """A frozen copy; with LoRA the policy itself"""
     if cfg.lora_rank:
         return policy
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
@@ -543,7 +544,7 @@ def refresh_reference(reference, policy, state):
 def compile_and_shard(policy, cfg, is_reference=False):
     """A GPU computes in bf16 with its part of the weights; trained weights are float32."""
     for parameter in policy.parameters():
-        if not parameter.requires_grad:  # buffers, which encode positions, stay float32
+        if not parameter.requires_grad:  # buffers (positions) stay float32
             parameter.data = parameter.data.to(policy.compute_dtype)
     layers = max((m for m in policy.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     if cfg.compile:
@@ -573,7 +574,8 @@ def full_weights(policy):
         weight, (layer, _, kind) = full(weights[name]), name.partition(".base_layer")
         if kind == ".weight":
             a, b = (full(weights[f"{layer}.lora_{x}.default.weight"]) for x in "AB")
-            weight = weight.float() + 2 * (b @ a)  # lora_alpha / rank is 2
+            change = (b @ a).T if policy.model.get_submodule(layer).fan_in_fan_out else b @ a
+            weight = weight.float() + 2 * change  # lora_alpha / rank is 2
         yield layer + kind, weight
 
 
@@ -697,7 +699,7 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
                           scale=scaling, window_size=(window, 0), **GROUPED_HEADS)
         return out[None], None
     # Without flash attention: whole rows, padded at the end
-    n_keys, n_own = key_starts.diff()[:, None], query_starts.diff()[:, None]  # [R, 1]
+    n_keys, n_queries = (x.diff()[:, None] for x in (key_starts, query_starts))  # [R, 1]
     place = torch.arange(longest, device=q.device)  # [L]
     is_key = place < n_keys  # [R, L]
     slots = key_slots.new_zeros(is_key.shape).masked_scatter(is_key, key_slots)
@@ -705,7 +707,7 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
     distance = place[:, None] - place  # [L, L]
     sees = (distance >= 0) & (distance < (sliding_window or math.inf))
     out = F.scaled_dot_product_attention(q, k, v, sees, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2)[None, is_key & (place >= n_keys - n_own)], None
+    return out.transpose(1, 2)[None, is_key & (place >= n_keys - n_queries)], None
 
 
 LOGITS_PER_CHUNK = 2**28  # 1 GiB of float32
@@ -746,13 +748,17 @@ def init_vllm(policy, cfg):
             with tempfile.TemporaryDirectory() as folder:
                 config.architectures = [type(policy.model).__name__]
                 config.save_pretrained(folder)
+                inner = type(policy.model.base_model)
+                init = inner.__init__
                 # CUDA graphs end at 512 sequences.
                 llm = LLM(folder, **options, load_format="dummy", skip_tokenizer_init=True,
                           max_model_len=length, logprobs_mode="processed_logprobs",
                           max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
+                # vLLM may have patched this class, the policy's.
+                inner.__init__, inner.__call__ = init, torch.nn.Module.__call__
     except (ImportError, AttributeError, OSError) as error:
         print(f"!!! vLLM cannot be used here, torch samples: {error!r:.150}")
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         raise RunFailed(f"vLLM cannot start: {error!s:.400}. Change gpu_mem_util or use_vllm")
     if llm is None:
         llm, cfg.vllm_sleep = TorchSampler(policy), False
@@ -817,9 +823,8 @@ class TorchSampler:
         if half and len(prompts) * n * (width + limit) > CACHE_LIMIT:
             return (self.generate(prompts[:half], params, seeds[:half])
                     + self.generate(prompts[half:], params, seeds[half:]))
-        # Random numbers do not depend on the rest of the batch.
-        rows = [np.random.default_rng(seed + i).random(limit) for seed in seeds for i in range(n)]
-        uniform = torch.tensor(np.array(rows), device=device)
+        draws = [np.random.default_rng(seed + i).random(limit) for seed in seeds for i in range(n)]
+        uniform = torch.tensor(np.array(draws), device=device)
         ids = torch.tensor([[-1] * (width - len(p)) + p for p in prompts], device=device)
         mask, ids = (ids >= 0).long(), ids.clamp(min=0)
         tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
@@ -842,9 +847,9 @@ class TorchSampler:
             mask = F.pad(mask, (0, 1), value=1)
             is_done = is_done | torch.isin(ids, torch.tensor(stop_ids, device=device))
         responses = []
-        for ids, logp in zip(torch.cat(tokens, 1).tolist(), torch.cat(logps, 1).tolist()):
-            end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
-            responses.append(Response(ids[:end], logp[:end], None, ids[end - 1] in stop_ids))
+        for row, logp in zip(torch.cat(tokens, 1).tolist(), torch.cat(logps, 1).tolist()):
+            end = next((i for i, token in enumerate(row, 1) if token in stop_ids), len(row))
+            responses.append(Response(row[:end], logp[:end], None, row[end - 1] in stop_ids))
         return responses
 
 
@@ -875,7 +880,7 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
         advantages /= groups.std(1, keepdim=True) + advantage_eps
-    # Exact zeros: rounding noise over a tiny deviation would count in full.
+    # Exact zeros: rounding noise would count in full.
     is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
     metadata = {key: getattr(rewards, key)().item() for key in ("mean", "std", "max", "min")
                 if len(rewards)}
@@ -943,7 +948,7 @@ ESTIMATORS = ("k1", "k2", "k3", "exact")
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
     """Per sampled token: k1 = l, k2 = l^2 / 2, k3 = e^-l - 1 + l, where l = log pi - log ref.
     is_weighted: the caller multiplies by rho = pi/old, whose derivative adds the value to the
-    slope. For k3 the exponentials then cancel. (k2 is right already: its rho stays constant.)"""
+    slope. For k3 the exponentials then cancel. (k2 is right already.)"""
     policy, ref = upcast(policy_log_probs), upcast(ref_log_probs)
     log_ratio = (policy - ref).detach().clamp(-LIMIT, LIMIT)
     if estimator == "k1":
@@ -957,7 +962,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_we
         slope = log_ratio if is_weighted else -torch.expm1(-log_ratio)
     else:
         raise UserError(f"kl_estimator: one of {', '.join(ESTIMATORS)} (needs the reference model)")
-    # The slope is written out, not left to autograd: nothing overflows or is cut to 0.
+    # Written out, not left to autograd: nothing overflows or is cut to 0.
     return value + slope * (policy - policy.detach())
 
 
@@ -975,7 +980,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     kl_term = 0.0
     if kl_coef and ref_log_probs is not None:
         ref, weight = masked(ref_log_probs, mask).detach(), rho.clamp(max=WEIGHT_CAP)
-        # Logged. Without weight and caps its mean off-policy would be meaningless.
+        # Logged. Off-policy its mean needs the weight and the caps.
         kl_seen = weight * compute_kl_divergence(policy, ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
             if kl_estimator != "k1":
@@ -1003,7 +1008,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     if rollout_log_probs is not None:
         gap = (old - masked(rollout_log_probs, mask)).nan_to_num(0.0)  # NaN: not known
         loss = loss * gap.clamp(-LIMIT, LIMIT).exp().clamp(max=MISMATCH_CAP)
-        stats |= {"logp_gap_mean": gap.abs(), "logp_gap_max": gap.abs()}
+        stats["logp_gap_mean"] = stats["logp_gap_max"] = gap.abs()
     return torch.where(mask, loss, 0), summarize(stats, mask)
 
 
@@ -1159,7 +1164,7 @@ def step_metrics(metadata, rewards, responses, texts, times, cfg):
     parts = [part for part in sum(gather(metadata), []) if part["n_tokens"]]
     average = functools.partial(np.average, weights=[part["n_tokens"] for part in parts])
     for name, key in SCALARS.items():
-        if parts and (cfg.use_kl_penalty or not name.startswith("kl/")):
+        if parts and (cfg.use_kl_penalty and cfg.kl_coef or not name.startswith("kl/")):
             combine = {"max": max, "min": min}.get(key[-3:], average)
             metrics[name] = float(combine([part[key] for part in parts]))
     return metrics, sum((part.get("response_kl", []) for part in parts), [])
@@ -1169,10 +1174,10 @@ def check_agreement(metrics, metadata, cfg, step):
     """Sampler and trainer must agree; reference and policy before any update."""
     gap, cpu = metrics.get("rollout/logp_gap_mean", 0.0), cfg.device == "cpu"
     if gap > (2e-3 if cpu else 0.1 if step == 1 else 0.3):
-        raise RunFailed(f"log-probs of sampler and trainer differ by {gap:.3g}: the weights did "
-                        "not arrive (try --use_vllm=False)")
+        raise RunFailed(f"log-probs of sampler and trainer differ by {gap:.3g}: the weights "
+                        "did not arrive")
     if step == 1 and (kl := metadata[0]["kl_mean"]) > (1e-6 if cpu else 2e-3):
-        raise RunFailed(f"the KL is {kl:.3g} before the first update, not 0: dropout, temperature, "
+        raise RunFailed(f"the KL is {kl:.3g} before the first update, not 0: temperature, "
                         "labels or weights differ")
 
 
@@ -1235,10 +1240,8 @@ def log_train(log, step, metrics, cfg):
     if "kl/mean" in metrics:
         line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
     print(line.format(**{"step": step, "eta": eta, "train/entropy": math.nan} | metrics))
-    kl = metrics.get("kl/mean", 0.1)
     alarms = {
-        "KL above 0.2 (KL.md)": kl > 0.2,
-        "KL is still 0 (KL.md)": kl < 1e-9 and step > 10,
+        "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
         "equal rewards in all groups: no gradient": metrics["train/frac_groups_zero_std"] == 1,
         "most responses are cut off: raise max_tokens": metrics["train/truncated_frac"] > 0.5}
     for text, is_on in alarms.items():
@@ -1264,17 +1267,17 @@ def escape(text):
 
 @contextlib.contextmanager
 def written_whole(path):
-    """A temporary path that becomes `path` at the end: it is never half written."""
+    """A temporary path that becomes `path` at the end, never half written."""
     folder = path.with_name(path.name + ".tmp")
     try:
         shutil.rmtree(folder, ignore_errors=True)  # left by a crash
         folder.mkdir(parents=True)
         yield folder / "new"
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir() and (folder / "new").is_dir():  # not for a link
             path.rename(folder / "old")
         (folder / "new").replace(path)
         shutil.rmtree(folder)
-    except Exception as error:  # on a full disk torch and safetensors raise their own
+    except Exception as error:  # each library raises its own
         raise RunFailed(f"cannot write {path} ({error}). Is the disk full?") from error
 
 
@@ -1299,7 +1302,7 @@ TRAINED = dcp.StateDictOptions(**vars(WHOLE) | {"ignore_frozen_params": True, "s
 
 
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
-    """What a resumed run needs to repeat the numbers. The last two are kept."""
+    """What a resumed run needs. The last two are kept."""
     weights, moments = dcp.get_state_dict(policy, optimizer, options=TRAINED)
     saved = {"weights": weights, "moments": moments, "ref": None, "state": vars(state)}
     if state.ref_step and ref_model:
@@ -1338,7 +1341,7 @@ def restore(saved, policy, optimizer, ref_model, state):
 
 
 def catch_signals():
-    """Ctrl-C or SIGTERM: finish the step, save, stop. A second Ctrl-C stops at once."""
+    """Ctrl-C and SIGTERM end the run after its step, a second Ctrl-C at once."""
     received = []
 
     def handler(number, frame):
@@ -1444,13 +1447,10 @@ def make_run_folder(cfg, given):
     label = re.sub(r"[^\w=.,+-]", "-", ",".join(words)[:39], flags=re.ASCII)
     last = max((int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")), default=0)
     name = gather(f"{last + 1:04d}_{label}".rstrip("_"))[0]
-    try:
-        if RANK == 0:
-            with written_whole(out / "latest") as temporary:
-                (out / name).mkdir()
-                temporary.symlink_to(name)
-    except RunFailed as error:
-        raise UserError(f"out_dir: {error}") from None
+    if RANK == 0:
+        with written_whole(out / "latest") as temporary:
+            (out / name).mkdir()
+            temporary.symlink_to(name)
     print(f"run folder: {out / name}")
     return out / name
 
@@ -1475,7 +1475,7 @@ def test_functions():
 
 
 def run(main):
-    """-> exit code. Errors that a person can act on are one line."""
+    """-> exit code. Errors to act on are one line."""
     try:
         main()
         return 0
@@ -1497,4 +1497,4 @@ if __name__ == "__main__":
     test_functions()
     exit_code = run(main)
     if exit_code or IS_LAUNCHED:
-        os._exit(exit_code)  # an orderly exit could wait for a dead rank
+        os._exit(exit_code)  # else it could wait forever
