@@ -62,7 +62,7 @@ class RunFailed(RuntimeError):
 
 
 def gather(value):
-    """-> [value on rank 0, value on rank 1, ...]"""
+    """-> [value on rank 0, on rank 1, ...]"""
     values = [value] * WORLD
     if WORLD > 1:
         dist.all_gather_object(values, value)
@@ -406,7 +406,7 @@ class Task:
         self.cfg, self.tokenizer = cfg, tokenizer
         rows, held_out = self.fitting(rows), self.fitting(eval_rows)
         if not (eval_rows or cfg.eval_task):
-            rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))  # any seed
+            rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))  # for every seed the same
             held_out = rows[:max(1, len(rows) // 5)][:cfg.n_eval]
         # No rendered prompt is on both sides.
         seen = {row["rendered"] for row in held_out}
@@ -939,7 +939,7 @@ def score(model, batch, cfg):
     return torch.cat(log_probs)  # [B, T]
 
 
-LIMIT = 20.0  # of log-ratios: e^20 is 5e8
+LIMIT = 20.0  # of log-ratios
 WEIGHT_CAP = 10.0  # largest weight pi/old of a KL term
 MISMATCH_CAP = 2.0  # largest weight old/sampler of a token
 ESTIMATORS = ("k1", "k2", "k3", "exact")
