@@ -406,7 +406,7 @@ class Task:
         self.cfg, self.tokenizer = cfg, tokenizer
         rows, held_out = self.fitting(rows), self.fitting(eval_rows)
         if not (eval_rows or cfg.eval_task):
-            rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))  # for every seed the same
+            rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))  # same for all seeds
             held_out = rows[:max(1, len(rows) // 5)][:cfg.n_eval]
         # No rendered prompt is on both sides.
         seen = {row["rendered"] for row in held_out}
