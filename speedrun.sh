@@ -15,8 +15,11 @@ if [ $# -lt 2 ]; then
 fi
 here=$(dirname "$0") model=$1 data=$2 out=out
 shift 2
-for word in "$@"; do
+previous=
+for word in "$@"; do    # --out_dir=x and --out_dir x
     [[ $word != --out_dir=* ]] || out=${word#*=}
+    [[ $previous != --out_dir ]] || out=$word
+    previous=$word
 done
 python=${PYTHON:-python3}
 

@@ -2287,12 +2287,13 @@ def test_sample_measures_problems_that_the_run_held_out(tmp_path):
             settings(change, eval_task="")
 
 
-def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path):
+@pytest.mark.parametrize("out_dir", [["--out_dir=x"], ["--out_dir", "x"]], ids="=".join)
+def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path, out_dir):
     for name, start in {"train": 0, "test": 50}.items():
         rows = [{"question": f"{i}+1=", "answer": f"so #### {i + 1}"} for i in range(start, start + 9)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = subprocess.run(
-        ["bash", HERE / "speedrun.sh", warm_folder, ".", "--seed=3", "--out_dir=x",
+        ["bash", HERE / "speedrun.sh", warm_folder, ".", "--seed=3", *out_dir,
          "--use_vllm=False", "--rollout_batch_size=16", "--max_tokens=12",
          "--max_prompt_tokens=100", "--n_grpo_steps=1"],
         capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHON": sys.executable})
