@@ -1,6 +1,6 @@
 """GRPO for language models in one file. Read it from top to bottom, edit main(), run it.
 
-    python starter.py                  train: Qwen3-1.7B on a GPU, a tiny model on a CPU
+    python starter.py                  train: a 1.5 B model on a GPU, a tiny one on a CPU
     python starter.py --lr=1e-5        set any hyperparameter; --help lists them
     python starter.py --resume=latest  continue an interrupted run
     torchrun --nproc_per_node=8 starter.py
@@ -78,7 +78,7 @@ def share(items):
 def main(argv=None):
     given = read_arguments(sys.argv[1:] if argv is None else argv)
     gpu = torch.cuda.is_available()
-    model_id = given.get("model_id", "Qwen/Qwen3-1.7B" if gpu else "tiny")
+    model_id = given.get("model_id", "Qwen/Qwen2.5-Coder-1.5B-Instruct" if gpu else "tiny")
     task = given.get("task", "countdown")
     tiny = is_tiny(model_id)
     countdown = task == "countdown"
@@ -95,22 +95,22 @@ def main(argv=None):
         seed=42,
         out_dir="out",  # the run gets a folder in it
         resume="",  # a run folder, or "latest"
-        n_grpo_steps=100 if tiny else 200,
+        n_grpo_steps=100,
         max_minutes=0.0,  # 0: no limit
         eval_every=20,  # steps
-        n_eval=1000 if tiny else 200,  # held-out problems
+        n_eval=1000 if tiny else 400,  # held-out problems
         save_every=20 if tiny else 50,  # steps between checkpoints; 0: only on Ctrl-C
         # task
         task=task,  # "countdown" or a JSONL file
         eval_task="",  # another JSONL file; else rows of task are held out
         prompt=SHORT_PROMPT if short else LONG_PROMPT if countdown else QUESTION_PROMPT,
         n_numbers=3,  # of a Countdown problem
-        max_number=20 if tiny else 50,
+        max_number=20 if tiny else 10,
         operations="+-" if tiny else "+-*/",
         # rollout
         use_vllm=True,  # False: plain torch
-        rollout_batch_size=256 if tiny else 128,  # responses per step
-        group_size=8,  # responses per prompt
+        rollout_batch_size=256 if tiny else 512,  # responses per step
+        group_size=8 if tiny else 16,  # responses per prompt
         temperature=1.0,
         min_tokens=0,
         max_tokens=24 if short else 512,
@@ -119,7 +119,7 @@ def main(argv=None):
         vllm_sleep=False,  # free it during the update
         enforce_eager=False,  # True: no CUDA graphs
         # update
-        lr=2e-4 if tiny else 1e-6,
+        lr=2e-4 if tiny else 4e-6,
         warmup_steps=10,  # of the learning rate
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over each batch
@@ -275,9 +275,9 @@ SHORT_PROMPT = "{numbers}={target}:"
 QUESTION_PROMPT = "{question} Think step by step, then give the answer as <answer>...</answer>."
 LONG_PROMPT = (
     "Using the numbers {numbers}, write an expression that equals {target}. Use each number "
-    "exactly once, with the operations {operations} and parentheses. Think step by step inside "
-    "<think> </think> tags, briefly, then give only the expression inside <answer> </answer> tags, "
-    "for example <answer>(1 + 2) * 3</answer>.")
+    "exactly once, with the operations {operations} and parentheses. Try several inside <think> "
+    "</think> tags, then give one inside <answer> </answer> tags. For example, 9 from 5 2 3:\n"
+    "<think>5+2+3=10, 5*2-3=7, 5*3-2=13, (5-2)*3=9</think>\n<answer>(5-2)*3</answer>")
 
 # All take linear time, whatever the text.
 TAGS = r"<answer>((?:(?!</?answer>).)*)</answer>"
@@ -492,7 +492,7 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
             setattr(module, key, 0.0)
     ends = np.ravel(model.generation_config.eos_token_id).tolist()
     policy = Policy(model.to(device), sorted({tokenizer.eos_token_id, *ends} - {None}))
-    # Packed rows must have the log-probs of the model itself.
+    # Packed rows must have the model's own log-probs.
     ids = torch.arange(2, 66, device=device).view(2, 32) % model.config.vocab_size
     ids[:, 0], error = 1, math.inf
     with torch.no_grad(), contextlib.suppress(Exception):  # models raise anything
@@ -806,7 +806,7 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
 
 
 class TorchSampler:
-    """Samples with plain torch, in place of vLLM"""
+    """Plain torch in place of vLLM"""
 
     def __init__(self, policy):
         self.model = AutoModelForCausalLM.from_config(
@@ -873,7 +873,7 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
                                         group_size, advantage_eps, normalize_by_std):
     """-> (advantages [N], rewards [N], metadata). The responses to a prompt stand together."""
     if group_size < 2 or len(rollout_responses) % group_size:
-        raise UserError(f"group_size={group_size} must be above 1 and divide the responses")
+        raise UserError(f"group_size={group_size}: at least 2, a divisor of the responses")
     pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
     rewards = torch.tensor([checked_reward(reward_fn, *pair) for pair in pairs])
     groups = rewards.view(-1, group_size)
@@ -925,7 +925,7 @@ def make_microbatches(batch, rows, cfg):
     total, groups = sum(sizes), {}
     n_groups = max(math.ceil(total / cfg.tokens_per_microbatch), cfg.gradient_accumulation_steps)
     for row, size, end in zip(rows, sizes, np.cumsum(sizes)):
-        group = int((end - size / 2) / total * n_groups)  # where the middle of the row falls
+        group = int((end - size / 2) / total * n_groups)  # where its middle falls
         groups.setdefault(group, []).append(row)
     return [*groups.values()] + [[]] * (max(gather(len(groups))) - len(groups))
 
@@ -1417,7 +1417,7 @@ def check_settings(cfg):
         "the KL penalty is off: add --use_kl_penalty=True":
             kl or not (cfg.kl_adaptive or cfg.kl_warmup_steps or ref_options),
         "no ref_update_every or ref_offload with lora_rank": not (cfg.lora_rank and ref_options),
-        "rollout_batch_size must be a multiple of group_size, which is at least 2":
+        "group_size must be at least 2 and divide rollout_batch_size":
             cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0,
         "clip_range and gpu_mem_util must be below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
         "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,

@@ -1616,7 +1616,7 @@ BAD_SETTINGS = [
                                                                    "seed"),
     (["--lr=0"], "lr is out of range"), (["--lr=nan"], "lr is out"),
     (["--kl_coef=inf"], "kl_coef is"),
-    (["--group_size=1"], "at least 2"), (["--rollout_batch_size=9"], "multiple of group_size"),
+    (["--group_size=1"], "at least 2"), (["--rollout_batch_size=9"], "divide rollout_batch_size"),
     (["--n_grpo_steps=0"], "n_grpo_steps is out"), (["--temperature=0"], "temperature is out"),
     (["--clip_range=1.5"], "clip_range and"), (["--clip_range_high=-0.1"], "clip_range_high"),
     (["--loss_type=ppo"], "grpo, dr_grpo or dapo"), (["--min_tokens=50"], "min_tokens"),
