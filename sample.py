@@ -32,7 +32,7 @@ def read_settings(argv):
     prompt = countdown if given.get("task", "countdown") == "countdown" else starter.QUESTION_PROMPT
     cfg = SimpleNamespace(
         task="countdown", eval_task="", prompt=prompt, n_numbers=3, temperature=1.0, min_tokens=0,
-        max_number=20 if tiny else 50, operations="+-" if tiny else "+-*/", use_vllm=True,
+        max_number=20 if tiny else 10, operations="+-" if tiny else "+-*/", use_vllm=True,
         max_tokens=24 if tiny else 512, max_prompt_tokens=32 if tiny else 256)
     path = Path(model_id).resolve().parent / "config.json"
     run = json.loads(path.read_text()) if path.is_file() else {}

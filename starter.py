@@ -25,7 +25,7 @@ for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TRANSFORMERS_VER
                 "TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false VLLM_HOST_IP=127.0.0.1 "
                 "TORCH_LOGS=-all HF_HUB_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1").split():
     os.environ.setdefault(*setting.split("="))
-# torchrun starts a process, a rank, per GPU. Each sees its own GPU only.
+# torchrun starts a process, a rank, per GPU. Each sees only its own.
 IS_LAUNCHED, RANK, WORLD = "LOCAL_RANK" in os.environ, 0, 1
 if IS_LAUNCHED:
     RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -124,7 +124,7 @@ def main(argv=None):
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over each batch
         n_minibatches=1,  # optimizer steps per pass
-        gradient_accumulation_steps=1,  # microbatches per optimizer step, at least
+        gradient_accumulation_steps=1,  # microbatches, at least
         tokens_per_microbatch=20480,  # at most, roughly
         # loss
         loss_type="grpo",  # mean per response; "dr_grpo": sum / max_tokens; "dapo": mean per token
@@ -135,7 +135,7 @@ def main(argv=None):
         use_kl_penalty=False,
         kl_coef=0.1,
         kl_estimator="k3",  # or "k1", "k2", "exact" (over the vocabulary)
-        kl_importance_weight=True,  # False: the plain formula, with another gradient
+        kl_importance_weight=True,  # False: another gradient (KL.md)
         kl_in="loss",  # or "reward", with k1
         kl_adaptive=False,  # steer the KL to target_kl
         target_kl=0.1,  # nats per token
@@ -147,30 +147,32 @@ def main(argv=None):
     override(cfg, given)
     check_settings(cfg)
     start_process_group(cfg.device)
-    rows, eval_rows = read_task(cfg)
+    problems = read_task(cfg)
     make_tiny(cfg.model_id)
     policy, tokenizer = init_policy(cfg.model_id, cfg.device, cfg.gradient_checkpointing)
-    task = Task(cfg, rows, eval_rows, tokenizer)
+    task = Task(cfg, *problems, tokenizer)
     saved = load_checkpoint(cfg.resume) if cfg.resume else None
+    kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
     print(f"{cfg.model_id}: {policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}")
+    print(f"{len(task.training) or 'new'} problems, {len(task.held_out)} held out; "
+          f"KL penalty {kl_coef or 'off'}")
     if cfg.lora_rank:
         add_lora(policy, cfg.lora_rank, cfg.seed)
-    kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
     ref_model = make_reference(policy, cfg) if kl_coef else None
     compile_and_shard(policy, cfg)
     llm = init_vllm(policy, cfg)
     log = Log(cfg.resume or make_run_folder(cfg, given), cfg, saved)
-    step = train(policy, llm, tokenizer, cfg, log, ref_model, kl_coef, task=task, saved=saved)
+    train(policy, llm, tokenizer, cfg, log, ref_model, kl_coef, task=task, saved=saved)
     save_model(policy, tokenizer, log.folder / "model")
-    log.report(step, cfg)
+    log.report(cfg)
 
 
 def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
-    """-> the last step. saved: a checkpoint to start from"""
+    """saved: a checkpoint to start from"""
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     state = SimpleNamespace(step=0, skipped=0, skips_in_a_row=0, best_reward=-math.inf, ref_step=0,
-                            kl_coef=kl_coef, kl_coef_set=kl_coef, kl_smooth=0.0)
+                            kl_factor=1.0, kl_smooth=0.0)
     params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
     n_prompts = cfg.rollout_batch_size // cfg.group_size
     signals = catch_signals()
@@ -203,7 +205,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         if cfg.vllm_sleep:
             llm.sleep(level=2)
         # Log-probs before the update
-        kl_now = state.kl_coef * min(1.0, step / max(1, cfg.kl_warmup_steps))
+        kl_now = kl_coef * state.kl_factor * min(1.0, step / max(1, cfg.kl_warmup_steps))
         if cfg.inner_epochs * cfg.n_minibatches > 1:
             batch.old_log_probs = score(policy, batch, cfg)
         if kl_now and cfg.kl_estimator != "exact":
@@ -216,7 +218,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             # A mean: fully_shard averages gradients over ranks
             divisor = np.mean(gather(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
-                # Rows without advantage have no gradient.
+                # Rows without advantage have no gradient; step 1 is checked with all.
                 rows = [row for row in rows if batch.advantages[row] != 0]
             microbatches = make_microbatches(batch, rows, cfg)
             optimizer.zero_grad()
@@ -266,7 +268,6 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             save_checkpoint(log.folder, policy, optimizer, ref_model, state)
         if is_interrupted or is_last:
             break
-    return state.step
 
 
 # ---- 1. Task: problems, prompts, answers, reward
@@ -349,7 +350,7 @@ def make_problem(cfg, seed, index, split="train"):
         prompt = cfg.prompt.format(numbers=" ".join(map(str, numbers)), target=target,
                                    operations=" ".join(cfg.operations))
     except Exception as error:
-        raise UserError(f"set --prompt: it raised {error!r}") from None
+        raise UserError(f"set --prompt (braces: {{{{ }}}}): it raised {error!r}") from None
     return {"numbers": numbers, "target": target, "solution": solution, "prompt": prompt}
 
 
@@ -388,14 +389,14 @@ def read_jsonl(path, cfg):
             json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, bad unicode
             prompt = row.get("prompt") or cfg.prompt.format(**row)
             answer = str(row["answer"]).rpartition("####")[2].strip()
-            texts = [answer, prompt] if isinstance(prompt, str) else [
-                answer, *(turn[key] for turn in prompt for key in ("role", "content"))]
-            if not all(map(str.strip, texts)) or type(row["answer"]) not in (str, int, float):
+            text = prompt if isinstance(prompt, str) else "".join(
+                turn["content"] for turn in prompt if turn["role"].strip())
+            if not (text.strip() and answer) or type(row["answer"]) not in (str, int, float):
                 raise ValueError("prompt or answer is missing")
             rows.append(row | {"prompt": prompt, "answer": answer})
     except Exception as error:  # a file may contain anything
-        raise UserError(f"{path}, line {number}: {error!r}. A task is countdown, or JSONL with "
-                        "prompt and answer (or set --prompt)") from None
+        raise UserError(f"{path}, line {number}: {error!r:.200}. A task is countdown, or JSONL "
+                        "with prompt and answer (or set --prompt, with {{ }} for braces)") from None
     return rows
 
 
@@ -418,11 +419,12 @@ class Task:
     def fitting(self, rows):
         """-> encoded rows, without long ones"""
         rows = [self.encode(row) for row in rows]
-        kept = [row for row in rows if len(row["prompt_ids"]) <= self.cfg.max_prompt_tokens]
-        if len(kept) < len(rows):
-            longest = max(len(row["prompt_ids"]) for row in rows)
+        longest = max((len(row["prompt_ids"]) for row in rows), default=0)
+        if longest > self.cfg.max_prompt_tokens:
             print(f"!!! long prompts left out: --max_prompt_tokens={longest} keeps all")
-        return kept
+            if self.cfg.task == "countdown":
+                raise UserError("training prompts would be too long")
+        return [row for row in rows if len(row["prompt_ids"]) <= self.cfg.max_prompt_tokens]
 
     def encode(self, problem):
         rendered = render_chat(problem["prompt"], self.tokenizer)
@@ -444,9 +446,10 @@ class Task:
 def render_chat(prompt, tokenizer):
     """-> the prompt as the model sees it"""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if tokenizer.chat_template is None:
-        return (tokenizer.bos_token or "") + "".join(turn["content"] + "\n" for turn in messages)
     is_open = messages[-1]["role"] == "assistant"  # a turn for the model to continue
+    if tokenizer.chat_template is None:
+        text = "\n".join(turn["content"] for turn in messages)
+        return (tokenizer.bos_token or "") + text + ("" if is_open else "\n")
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not is_open,
@@ -485,7 +488,7 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
             model_id, dtype=torch.float32, attn_implementation="packed", trust_remote_code=False)
-    except Exception as error:  # loaders raise anything
+    except Exception as error:
         raise UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
     for module in model.modules():  # no dropout: policy and reference agree
         for key in [key for key in vars(module) if key == "p" or "drop" in key]:
@@ -495,13 +498,13 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     # Packed rows must have the model's own log-probs.
     ids = torch.arange(2, 66, device=device).view(2, 32) % model.config.vocab_size
     ids[:, 0], error = 1, math.inf
-    with torch.no_grad(), contextlib.suppress(Exception):  # models raise anything
+    with torch.no_grad(), contextlib.suppress(Exception):
         packed = get_response_log_probs(policy, ids, ids)
         model.set_attn_implementation("eager")
         error = (packed - get_response_log_probs(model, ids, ids)).abs().max()
         model.set_attn_implementation("packed")
     if not error < 1e-2 or hasattr(model.config, "attention_chunk_size"):
-        raise UserError(f"{model_id!r} is not supported: it must be a decoder like Llama or Qwen3")
+        raise UserError(f"{model_id!r} is not supported, only decoders like Llama or Qwen3")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train(), tokenizer
@@ -580,7 +583,7 @@ def full_weights(policy):
 
 
 class Policy(torch.nn.Module):
-    """Turns packed rows into log-probs. Sharded weights can be read only in forward()."""
+    """Packed rows -> log-probs. Sharded weights can be read only in forward()."""
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
@@ -698,7 +701,7 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
                           scale=scaling, window_size=(window, 0), **GROUPED_HEADS)
         return out[None], None
-    # Without flash attention: whole rows, padded at the end
+    # No flash attention: whole rows, padded at the end
     n_keys, n_queries = (x.diff()[:, None] for x in (key_starts, query_starts))  # [R, 1]
     place = torch.arange(longest, device=q.device)  # [L]
     is_key = place < n_keys  # [R, L]
@@ -735,7 +738,7 @@ def init_vllm(policy, cfg):
     if cfg.device == "cuda":
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
                    "enable_sleep_mode": cfg.vllm_sleep, "enforce_eager": cfg.enforce_eager,
-                   # As fast as compiled, and starts in seconds
+                   # As fast as compiled; starts in seconds
                    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     else:
         # Chunked prefill breaks seeds on a CPU; without it a prompt must fit into a batch.
@@ -779,7 +782,7 @@ def load_policy_into_vllm_instance(policy, llm):
     else:  # the CPU backend repacks its weights
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     if not llm.reset_prefix_cache():
-        raise RunFailed("vLLM did not reset its prefix cache")
+        raise RunFailed("vLLM kept its prefix cache")
 
 
 def init_sampling_params(cfg, n, stop_ids):
@@ -1007,7 +1010,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         loss = loss + kl_coef * kl_term
     if rollout_log_probs is not None:
         gap = (old - masked(rollout_log_probs, mask)).nan_to_num(0.0)  # NaN: not known
-        loss = loss * gap.clamp(-LIMIT, LIMIT).exp().clamp(max=MISMATCH_CAP)
+        loss = loss * gap.exp().clamp(max=MISMATCH_CAP)
         stats["logp_gap_mean"] = stats["logp_gap_max"] = gap.abs()
     return torch.where(mask, loss, 0), summarize(stats, mask)
 
@@ -1088,21 +1091,20 @@ def update_weights(policy, optimizer, loss, cfg, state):
             raise RunFailed("5 updates in a row were not finite: lower lr")
     elif norm > 0:  # without a gradient, momentum must not move the weights
         warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.lr * warmup
+        optimizer.param_groups[0]["lr"] = cfg.lr * warmup
         optimizer.step()
         state.skips_in_a_row = 0
     return norm
 
 
 def adapt_kl_coef(state, kl, cfg):
-    """Steer the KL to target_kl, with kl_coef at 0.1 to 100 times its setting."""
+    """Steer the KL to target_kl with 0.1 to 100 times kl_coef."""
     # Clipped, NaN too: one wild batch must not count for long.
     state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2
     if state.kl_smooth > 1.5 * cfg.target_kl:
-        state.kl_coef = min(1.5 * state.kl_coef, 100 * cfg.kl_coef)
+        state.kl_factor = min(1.5 * state.kl_factor, 100.0)
     elif state.kl_smooth < 0.5 * cfg.target_kl:
-        state.kl_coef = max(0.75 * state.kl_coef, 0.1 * cfg.kl_coef)
+        state.kl_factor = max(0.75 * state.kl_factor, 0.1)
 
 
 # ---- 5. Records: evaluation, metrics, log, checkpoints
@@ -1189,11 +1191,10 @@ class Log:
         self.warned = set()
         if RANK:
             return
-        from torch.utils.tensorboard import SummaryWriter, summary
-        config = json.dumps(vars(cfg), indent=1)
         step = saved["state"]["step"] + 1 if saved else 0
         with written_whole(folder / "config.json") as temporary:
-            temporary.write_text(config)
+            temporary.write_text(json.dumps(vars(cfg), indent=1))
+        from torch.utils.tensorboard import SummaryWriter, summary
         for name in ("metrics.jsonl", "samples.jsonl"):
             with open(folder / name, "a+") as file:
                 file.seek(0)
@@ -1201,7 +1202,6 @@ class Log:
                 file.truncate(sum(len(line) for line in file if line.endswith("\n")
                                   and json.loads(line)["step"] < step))
         self.writer = SummaryWriter(folder.parent / "tb" / folder.name, purge_step=step)
-        self.writer.add_text("config", f"<pre>{escape(config)}</pre>", step)
         self.writer.file_writer.add_summary(summary.hparams(vars(cfg), {})[1])
 
     def append(self, name, row):
@@ -1219,14 +1219,14 @@ class Log:
             self.writer.add_histogram("kl/per_response", np.array(response_kl), step)
         self.writer.flush()
 
-    def report(self, last_step, cfg):
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+    def report(self, cfg):
+        rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
         done = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
         (first, _), (last, step) = done[0], done[-1]
         print(f"\nHeld-out accuracy {first:.1%} -> {last:.1%} at step {step}\n"
               f"  try it    python sample.py --model_id={self.folder}/model\n"
               f"  curves    tensorboard --logdir {self.folder.parent}/tb")
-        if last_step < cfg.n_grpo_steps and (self.folder / "checkpoint").exists():
+        if rows[-1]["step"] < cfg.n_grpo_steps and (self.folder / "checkpoint").exists():
             print(f"  continue  python {sys.argv[0]} --resume={self.folder}")
 
 
@@ -1277,7 +1277,7 @@ def written_whole(path):
             path.rename(folder / "old")
         (folder / "new").replace(path)
         shutil.rmtree(folder)
-    except Exception as error:  # each library raises its own
+    except Exception as error:
         raise RunFailed(f"cannot write {path} ({error}). Is the disk full?") from error
 
 
@@ -1303,14 +1303,16 @@ TRAINED = dcp.StateDictOptions(**vars(WHOLE) | {"ignore_frozen_params": True, "s
 
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
     """What a resumed run needs. The last two are kept."""
-    weights, moments = dcp.get_state_dict(policy, optimizer, options=TRAINED)
-    saved = {"weights": weights, "moments": moments, "ref": None, "state": vars(state)}
+    saved = {"weights": dcp.get_model_state_dict(policy, options=TRAINED), "moments": None,
+             "ref": None, "state": vars(state)}
+    if optimizer.state:  # else this would make AdamW count a step
+        saved["moments"] = dcp.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
     if state.ref_step and ref_model:
         saved["ref"] = dcp.get_model_state_dict(ref_model, options=WHOLE)
     if RANK == 0:
         with written_whole(folder / f"checkpoint/step_{state.step:08d}.pt") as path:
             torch.save(saved, path)
-        for old in sorted(folder.glob("checkpoint/step_*.pt"))[:-2]:
+        for old in sorted(folder.glob("checkpoint/step_*.pt"), key=os.path.getmtime)[:-2]:
             old.unlink()
 
 
@@ -1329,15 +1331,13 @@ def load_checkpoint(folder):
 
 
 def restore(saved, policy, optimizer, ref_model, state):
-    dcp.set_state_dict(policy, optimizer, model_state_dict=saved["weights"],
-                       optim_state_dict=saved["moments"], options=TRAINED)
+    dcp.set_model_state_dict(policy, saved["weights"], options=TRAINED)
+    if saved["moments"]:
+        dcp.set_optimizer_state_dict(policy, optimizer, saved["moments"], options=TRAINED)
     if saved["ref"] and ref_model:
         dcp.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
-    kl_coef = state.kl_coef
     vars(state).update(saved["state"])
     saved.clear()  # large
-    if kl_coef != state.kl_coef_set:  # changed on resume
-        state.kl_coef = state.kl_coef_set = kl_coef
 
 
 def catch_signals():
@@ -1345,9 +1345,8 @@ def catch_signals():
     received = []
 
     def handler(number, frame):
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
         received.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print("\nstopping after this step; Ctrl-C again quits unsaved")
 
     signal.signal(signal.SIGINT, handler)
@@ -1414,12 +1413,13 @@ def check_settings(cfg):
         f"kl_estimator must be one of {', '.join(ESTIMATORS)}": cfg.kl_estimator in ESTIMATORS,
         "kl_in must be loss, or reward with kl_estimator=k1":
             cfg.kl_in == "loss" or (cfg.kl_in, cfg.kl_estimator) == ("reward", "k1"),
-        "the KL penalty is off: add --use_kl_penalty=True":
+        "the KL penalty is off: set use_kl_penalty and kl_coef":
             kl or not (cfg.kl_adaptive or cfg.kl_warmup_steps or ref_options),
         "no ref_update_every or ref_offload with lora_rank": not (cfg.lora_rank and ref_options),
         "group_size must be at least 2 and divide rollout_batch_size":
             cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0,
         "clip_range and gpu_mem_util must be below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
+        "prompt must not be empty": cfg.prompt.strip(),
         "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
         "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
         "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),
@@ -1428,7 +1428,7 @@ def check_settings(cfg):
         if not is_kept:
             raise UserError(rule)
     if kl and (cfg.kl_in, cfg.kl_estimator, cfg.kl_importance_weight) == ("loss", "k1", False):
-        print("!!! unweighted k1 in the loss has an expected gradient of zero (KL.md)")
+        print("!!! unweighted k1 in the loss is no penalty (KL.md)")
 
 
 def start_process_group(device):
@@ -1441,12 +1441,12 @@ def start_process_group(device):
 
 
 def make_run_folder(cfg, given):
-    """-> a new folder such as out/0003_lr=1e-4; out/latest points to it"""
+    """-> a new folder such as out/0003_lr=1e-4, also called out/latest"""
     out = Path(cfg.out_dir)
     words = sorted((f"{key}={given[key]}" for key in given if key != "out_dir"), key=len)
     label = re.sub(r"[^\w=.,+-]", "-", ",".join(words)[:39], flags=re.ASCII)
     last = max((int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")), default=0)
-    name = gather(f"{last + 1:04d}_{label}".rstrip("_"))[0]
+    name = gather(f"{last + 1:04d}_{label}".rstrip("_,"))[0]
     if RANK == 0:
         with written_whole(out / "latest") as temporary:
             (out / name).mkdir()
@@ -1460,16 +1460,16 @@ def make_run_folder(cfg, given):
 def test_functions():
     """The clipped loss by hand; the KL term has the gradient of KL(pi || ref)."""
     expect = torch.testing.assert_close
-    policy = torch.tensor([[0.0, 0.5], [0.0, -0.5]], requires_grad=True)
-    loss, _ = compute_loss(torch.tensor([1.0, -1.0]), policy, torch.zeros(2, 2), 0.2)
-    expect(loss, torch.tensor([[-1.0, -1.2], [1.0, 0.8]]))
-    expect(torch.autograd.grad(loss.sum(), policy)[0], torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
+    policy = torch.tensor([[0.0], [0.5], [0.0], [-0.5]], requires_grad=True)
+    loss, _ = compute_loss(torch.tensor([1.0, 1.0, -1.0, -1.0]), policy, torch.zeros(4, 1), 0.2)
+    expect(loss, torch.tensor([[-1.0], [-1.2], [1.0], [0.8]]))
+    expect(torch.autograd.grad(loss.sum(), policy)[0], torch.tensor([[-1.0], [0], [1], [0]]))
 
-    logits, ref, shift = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double()
+    logits, ref, shift = torch.randn(3, 6, 1, generator=torch.Generator().manual_seed(0)).double()
     policy, ref = logits.requires_grad_().log_softmax(0), ref.log_softmax(0)
     old = (logits + 0.3 * shift).log_softmax(0).detach()
-    loss, _ = compute_loss(torch.zeros(1), policy[None], old[None], 0.2, ref[None], 1.0)
-    terms = (old.exp() * loss[0]).sum(), (policy.exp() * (policy - ref)).sum()
+    loss, _ = compute_loss(torch.zeros(6), policy, old, 0.2, ref, 1.0)
+    terms = (old.exp() * loss).sum(), (policy.exp() * (policy - ref)).sum()
     expect(*(torch.autograd.grad(term, logits, retain_graph=True)[0] for term in terms))
     print("=== All Tests Passed! ===")
 

@@ -410,10 +410,12 @@ def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
     path = tmp_path / "task.jsonl"
     lines = ['\ufeff{"question": "2+3", "answer": 5}', "",
              '{"prompt": "7?", "answer": "so\\n#### 7"}',
-             '{"prompt": [{"role": "user", "content": "8?"}], "answer": 8.5, "source": "book"}']
+             '{"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "8?"}], '
+             '"answer": 8.5, "source": "book"}']
     path.write_text("\n".join(lines), encoding="utf-8")
     rows = starter.read_jsonl(path, settings_of())
-    assert [row["prompt"] for row in rows] == ["2+3=", "7?", [{"role": "user", "content": "8?"}]]
+    assert [row["prompt"] for row in rows] == ["2+3=", "7?", [
+        {"role": "system", "content": ""}, {"role": "user", "content": "8?"}]]
     assert [row["answer"] for row in rows] == ["5", "7", "8.5"] and rows[2]["source"] == "book"
     problem = starter.make_problem(countdown(n_numbers=2), 0, 0)
     assert problem["prompt"] == "{} {}={}:".format(*problem["numbers"], problem["target"])
@@ -522,14 +524,15 @@ def test_prompts_are_rendered_as_the_model_was_taught():
     tokenizer = tiny.make_tokenizer()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
     assert starter.render_chat("2+3?", tokenizer) == "2+3?"
+    begun = [*messages, {"role": "assistant", "content": "It is"}]
     tokenizer.chat_template = None
     assert starter.render_chat(messages, tokenizer) == "Be brief.\n2+3?\n"
+    assert starter.render_chat(begun, tokenizer) == "Be brief.\n2+3?\nIt is"
     tokenizer.chat_template = CHAT
     wanted = "<system>Be brief.<|end|><user>2+3?<|end|><assistant>"
     assert starter.render_chat(messages, tokenizer) == wanted
     assert starter.render_chat("2+3?", tokenizer) == "<user>2+3?<|end|><assistant>"
     # A last assistant turn is continued, not closed and opened again.
-    begun = [*messages, {"role": "assistant", "content": "It is"}]
     assert starter.render_chat(begun, tokenizer) == wanted + "It is"
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match="roles must alternate"):
@@ -672,7 +675,7 @@ def test_supported_models_pass_the_check_of_packing(save_folder, kind, changes):
     ("bloom", {"n_head": 4, "n_layer": 2}), ("phi", {}),
     ("llama4_text", {"num_local_experts": 2, "attention_chunk_size": 8})])
 def test_unsupported_models_are_refused_in_one_line(save_folder, kind, changes):
-    with pytest.raises(UserError, match="is not supported: it must be a decoder|'packed'") as error:
+    with pytest.raises(UserError, match="is not supported, only decoders like|'packed'") as error:
         starter.init_policy(str(save_folder(kind, **changes)))
     assert "\n" not in str(error.value)
 
@@ -1328,8 +1331,8 @@ def test_the_step_takes_old_and_reference_log_probs_as_given():
 
 
 def make_state(**changes):
-    return SimpleNamespace(**{"step": 1, "skipped": 0, "skips_in_a_row": 0, "kl_coef": 0.01,
-                              "kl_coef_set": 0.01, "kl_smooth": 0.0, "ref_step": 0,
+    return SimpleNamespace(**{"step": 1, "skipped": 0, "skips_in_a_row": 0, "kl_factor": 1.0,
+                              "kl_smooth": 0.0, "ref_step": 0,
                               "best_reward": 0.0} | changes)
 
 
@@ -1383,19 +1386,18 @@ def test_the_adaptive_coefficient_follows_the_kl():
     def adapt(*values):
         for value in values:
             starter.adapt_kl_coef(state, value, cfg)
-        return state.kl_coef
+        return state.kl_factor
 
-    assert adapt(0.2) == adapt(0.1) == 0.01, "between half the target and 1.5 times the target"
-    assert adapt(0.3) == pytest.approx(0.015) and adapt(0.5, 0.5) > 0.03
-    high = state.kl_coef
+    assert adapt(0.2) == adapt(0.1) == 1.0, "between half the target and 1.5 times the target"
+    assert adapt(0.3) == 1.5 and adapt(0.5, 0.5) > 3
+    high = state.kl_factor
     assert adapt(math.nan, math.inf) > high, "not finite counts as far too high"
     assert math.isfinite(state.kl_smooth)
     state.kl_smooth = 0.1
     adapt(1e9)
     assert state.kl_smooth == pytest.approx(0.3), "clipped at 5 * target_kl before smoothing"
-    assert adapt(*[9.0] * 60) <= 1.0 and adapt(*[9.0] * 60) == state.kl_coef
-    falling = adapt(*[0.0] * 10)
-    assert falling < 1.0 and adapt(*[0.0] * 100) == pytest.approx(0.001)
+    assert adapt(*[9.0] * 60) == 100
+    assert adapt(*[0.0] * 10) < 100 and adapt(*[0.0] * 100) == 0.1
 
 
 # ---- 5. Records ------------------------------------------------------------------------------
@@ -1482,11 +1484,11 @@ def test_the_report_names_the_last_evaluation(tmp_path, capsys):
     log = starter.Log(tmp_path, settings_of())
     for step, metrics in {0: {"eval/accuracy": 0.25}, 4: {"eval/accuracy": 0.5}, 7: {}}.items():
         log.write(step, metrics)
-    log.report(7, settings_of())
+    log.report(settings_of())
     text = capsys.readouterr().out
     assert "25.0% -> 50.0% at step 4\n" in text and "resume" not in text, "nothing was saved"
     (tmp_path / "checkpoint").mkdir()
-    log.report(7, settings_of())
+    log.report(settings_of())
     assert f"--resume={tmp_path}\n" in capsys.readouterr().out
 
 
@@ -1539,26 +1541,30 @@ def test_a_checkpoint_brings_back_weights_moments_reference_and_state(tmp_path, 
         optimizer.step()
         return [parameter.detach().clone() for parameter in policy.parameters()]
 
+    # Saved before any update, AdamW must not count a step.
+    fresh, untouched = make(0), make(0)
+    starter.save_checkpoint(tmp_path, *fresh, make_state())
+    starter.restore(starter.load_checkpoint(tmp_path), *fresh, make_state())
+    for got, given in zip(step(*fresh[:2]), step(*untouched[:2])):
+        assert torch.equal(got, given)
     policy, optimizer, reference = make(0)
     step(policy, optimizer)
-    state = make_state(step=3, ref_step=2, kl_coef=0.5, kl_smooth=0.125, best_reward=0.75)
+    state = make_state(step=3, ref_step=2, kl_factor=0.5, kl_smooth=0.125, best_reward=0.75)
     for number in (1, 2, 3):
         state.step = number
         starter.save_checkpoint(tmp_path, policy, optimizer, reference, state)
     names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
     assert names == ["step_00000002.pt", "step_00000003.pt"], "the last two are kept"
     wanted = step(policy, optimizer)
-    for kl_coef, kept in ((0.01, 0.5), (0.2, 0.2)):    # as it was set, then another on resume
-        other, other_optimizer, other_reference = make(5)
-        resumed = make_state(kl_coef=kl_coef, kl_coef_set=kl_coef)
-        saved = starter.load_checkpoint(tmp_path)
-        starter.restore(saved, other, other_optimizer, other_reference, resumed)
-        assert not saved, "its memory is free"
-        assert vars(resumed) == vars(state) | {"kl_coef": kept, "kl_coef_set": kl_coef}
-        for got, given in zip(other_reference.parameters(), reference.parameters()):
-            assert torch.equal(got, given)
-        for got, given in zip(step(other, other_optimizer), wanted):
-            assert torch.equal(got, given)
+    other, other_optimizer, other_reference = make(5)
+    saved, resumed = starter.load_checkpoint(tmp_path), make_state()
+    starter.restore(saved, other, other_optimizer, other_reference, resumed)
+    assert not saved, "its memory is free"
+    assert vars(resumed) == vars(state)
+    for got, given in zip(other_reference.parameters(), reference.parameters()):
+        assert torch.equal(got, given)
+    for got, given in zip(step(other, other_optimizer), wanted):
+        assert torch.equal(got, given)
     newest = tmp_path / "checkpoint" / "step_00000003.pt"
     data = bytearray(newest.read_bytes())
     for damage in (data[:len(data) // 2], data[:5000] + b"XXXX" + data[5004:], b""):
@@ -1567,6 +1573,9 @@ def test_a_checkpoint_brings_back_weights_moments_reference_and_state(tmp_path, 
         assert "is damaged" in capsys.readouterr().out
     (tmp_path / "checkpoint" / "step_00000002.pt").write_bytes(b"")
     assert starter.load_checkpoint(tmp_path) is None
+    # The run begins again: damaged files of later steps go first.
+    starter.save_checkpoint(tmp_path, policy, optimizer, reference, make_state(step=1))
+    assert starter.load_checkpoint(tmp_path)["state"]["step"] == 1
 
 
 def test_checkpoints_run_no_code(tmp_path, capsys):
@@ -1593,12 +1602,12 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
 # ---- 6. Settings -----------------------------------------------------------------------------
 
 def hyperparameters():
-    """The names in the block of main()."""
+    """{name: its default as source} of the block in main()."""
     tree = ast.parse((HERE / "starter.py").read_text())
     main = next(node for node in tree.body if getattr(node, "name", "") == "main")
     calls = [node for node in ast.walk(main) if isinstance(node, ast.Call)]
     block = next(call for call in calls if getattr(call.func, "id", "") == "SimpleNamespace")
-    return [keyword.arg for keyword in block.keywords]
+    return {keyword.arg: ast.unparse(keyword.value) for keyword in block.keywords}
 
 
 def test_every_hyperparameter_is_set_by_some_test():
@@ -1623,7 +1632,8 @@ BAD_SETTINGS = [
     (["--gpu_mem_util=1.5"], "gpu_mem_util"), (["--n_numbers=1"], "n_numbers must be 2 to 8"),
     (["--n_numbers=9"], "n_numbers must be 2 to 8"), (["--operations=^"], "some of +-*/"),
     (["--operations="], "some of +-*/"),
-    (["--max_prompt_tokens=4"], "too few problems"), (["--n_eval=-1"], "n_eval"),
+    (["--max_prompt_tokens=4"], "prompts would be too long"), (["--n_eval=-1"], "n_eval"),
+    (["--prompt= "], "must not be empty"), (["--prompt={target} \\boxed{}"], "(braces: {{ }})"),
     (["--device=tpu"], "device is cpu"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
     (["--ref_offload=True", KL, "--device=cpu"], "need a GPU"),
     (["--n_minibatches=0"], "n_minibatches"), (["--kl_estimator=k4", KL], "k1, k2, k3, exact"),
@@ -1660,7 +1670,7 @@ def test_misspelled_names_suggest_the_closest_one_if_any_is_near():
 
 def test_unweighted_k1_in_the_loss_is_warned_about(run_main, capsys):
     run_main(KL, "--kl_estimator=k1", "--kl_importance_weight=False", "--n_grpo_steps=1")
-    assert "expected gradient of zero" in capsys.readouterr().out
+    assert "unweighted k1 in the loss is no penalty" in capsys.readouterr().out
 
 
 def test_run_folders_are_numbered_and_named_after_what_was_set(tmp_path):
@@ -1782,7 +1792,7 @@ def test_a_run_with_kl_writes_all_its_records(run_main, tmp_path, capsys):
     assert [("eval/accuracy" in row) for row in rows] == [True, False, True, True]
     text = capsys.readouterr().out
     assert re.search(r"Step 3 \| Loss: .* \| Grad norm: .* \| Reward mean: .* \| KL penalty", text)
-    # TensorBoard: scalars of every step, settings, samples, hyperparameters.
+    # TensorBoard: scalars of every step, samples, hyperparameters.
     events = EventAccumulator(str(tmp_path / "out" / "tb" / folder.name))
     events.Reload()
     tags = events.Tags()
@@ -1790,7 +1800,7 @@ def test_a_run_with_kl_writes_all_its_records(run_main, tmp_path, capsys):
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
     assert events.Scalars("kl/mean")[2].value == pytest.approx(rows[3]["kl/mean"])
     texts = " ".join(tags["tensors"])
-    assert "config/text_summary" in texts and "sample" in texts
+    assert "sample" in texts
     assert tags["histograms"] == ["kl/per_response"]
     check_hparams_tab(tmp_path / "out" / "tb", folder)
     for sample in rows_of(folder, "samples.jsonl"):
@@ -2078,10 +2088,11 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
     for change in ("--seed=1", "--n_numbers=3", "--lora_rank=2"):
         with pytest.raises(UserError, match="cannot change on resume"):
             starter.main(["--resume=latest", f"--out_dir={tmp_path / 'parts'}", change])
-    coefficient = wanted[-1]["train/kl_coef"]
-    assert coefficient > 0.01
+    factor = wanted[-1]["train/kl_coef"] / 0.1
+    assert factor > 1
     starter.main([f"--resume={folder}", "--n_grpo_steps=8", "--kl_coef=0.003"])
-    assert rows_of(folder)[-1]["train/kl_coef"] == 0.003
+    change = rows_of(folder)[-1]["train/kl_coef"] / 0.003 / factor    # of one step
+    assert min(abs(change - x) for x in (0.75, 1, 1.5)) < 1e-6
 
 
 LONG_RUN = [*SMALL, KL, "--n_minibatches=2", "--n_grpo_steps=16", "--save_every=2"]
@@ -2143,9 +2154,10 @@ def test_a_full_disk_ends_the_run_in_one_line(script, warm_folder, tmp_path, lim
     code = script.run(tmp_path, f"--model_id={warm_folder}", *LONG_RUN, "--n_grpo_steps=6",
                       before=before)
     assert code in (1, 2) and script.text().count("error: cannot write") == 1, script.text()
-    # TensorBoard's own thread may complain at the same time. When the same error has reached our
-    # thread by then, its traceback has our lines, too.
-    ours = re.sub(r"^Exception in thread .*?^\w*Error: [^\n]*$", "", script.text(), flags=re.M | re.S)
+    # TensorBoard's own thread may complain at the same time, until the program ends. When the same
+    # error has reached our thread by then, its traceback has our lines, too.
+    theirs = r"^Exception in thread .*?(?:^\w*Error: [^\n]*$|\Z)"
+    ours = re.sub(theirs, "", script.text(), flags=re.M | re.S)
     assert "starter.py\", line" not in ours
 
 
@@ -2166,9 +2178,10 @@ def test_two_ranks_give_the_numbers_of_one(run_main, warm_folder, tmp_path):
                       "--max_grad_norm=0.1",
                       "--ref_update_every=2", "--loss_type=dapo"]}
     program = tmp_path / "program.py"
-    program.write_text("import json, sys, starter\n"
+    program.write_text("import json, os, sys, starter\n"
                        "for arguments in json.loads(sys.argv[1]):\n    starter.main(arguments)\n"
-                       "    starter.start_process_group = print    # once is enough\n")
+                       "    starter.start_process_group = print    # once is enough\n"
+                       "os._exit(0)    # as starter.py does\n")
     start = [f"--model_id={warm_folder}", *SMALL]
     arguments = [[*start, f"--out_dir={tmp_path / f'two_{name}'}", *options]
                  for name, options in runs.items()]
@@ -2285,6 +2298,17 @@ def test_sample_measures_problems_that_the_run_held_out(tmp_path):
         assert settings(change, "--eval_task=b.jsonl", eval_task="")[1] == "b.jsonl"
         with pytest.raises(UserError, match="decides which problems are held out"):
             settings(change, eval_task="")
+
+
+@pytest.mark.parametrize("tiny", [True, False])
+def test_sample_has_the_defaults_of_the_trainer(tmp_path, tiny):
+    import sample
+    names = vars(starter) | {"tiny": tiny, "short": tiny, "countdown": True, "task": "countdown"}
+    got = vars(sample.read_settings([f"--model_id={'tiny' if tiny else tmp_path}"]))
+    shared = hyperparameters().keys() & got.keys() - {"model_id", "device", "n_eval"}
+    assert len(shared) > 9
+    for name in shared:
+        assert got[name] == eval(hyperparameters()[name], names), name
 
 
 @pytest.mark.parametrize("out_dir", [["--out_dir=x"], ["--out_dir", "x"]], ids="=".join)
@@ -2755,7 +2779,10 @@ def judge(monkeypatch):
         def log_message(self, *arguments):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 128    # 5 would reset some of 32 connections at once
+
+    server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
     yield asked
@@ -2774,6 +2801,7 @@ def test_the_changes_in_the_readme_work(name, diff, warm_folder, tmp_path, monke
     exec(compile(source, "starter.py", "exec"), changed.__dict__)
     options = {"GSPO's sequence-level ratio": ["--inner_epochs=2"],
                "A second task": ["--task=sort", "--max_prompt_tokens=64"]}
+    changed.test_functions()
     with judge(monkeypatch) as asked:
         changed.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path}",
                       *options.get(name, [])])
