@@ -154,7 +154,7 @@ def main(argv=None):
     saved = load_checkpoint(cfg.resume) if cfg.resume else None
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
     print(f"{cfg.model_id}: {policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}")
-    print(f"{len(task.training) or 'new'} problems, {len(task.held_out)} held out; "
+    print(f"{len(task.training) or 'random'} problems, {len(task.held_out)} held out; "
           f"KL penalty {kl_coef or 'off'}")
     if cfg.lora_rank:
         add_lora(policy, cfg.lora_rank, cfg.seed)
