@@ -1701,7 +1701,8 @@ def test_help_is_immediate_and_lists_every_hyperparameter(tmp_path):
     for name in ("torch", "transformers", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
     for script, flag in (("sample", "-h"), ("bench", "--help"), ("kl_sweep", "--help"),
-                         ("examples/calculator", "-h"), ("starter", "--help"), ("starter", "-h")):
+                         ("examples/calculator", "-h"), ("tiny", "-h"), ("starter", "--help"),
+                         ("starter", "-h")):
         run = subprocess.run([sys.executable, HERE / f"{script}.py", flag], capture_output=True,
                              text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120)
         assert run.returncode == 0 and run.stderr == "" and f"python {script}.py" in run.stdout

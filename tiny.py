@@ -6,9 +6,12 @@ It is an ordinary model folder, for transformers, vLLM and `python starter.py --
 start teaches the form of an answer and some arithmetic; about one sampled answer in four is right. The
 rest is for GRPO. Its problems come before those of starter.py and are never held-out ones.
 """
-import math
-import time
+import math, sys, time
 from types import SimpleNamespace
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
+    print(__doc__)
+    sys.exit()
 
 import starter
 import tiktoken
