@@ -389,14 +389,14 @@ def read_jsonl(path, cfg):
             json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, bad unicode
             prompt = row.get("prompt") or cfg.prompt.format(**row)
             answer = str(row["answer"]).rpartition("####")[2].strip()
-            text = prompt if isinstance(prompt, str) else "".join(
-                turn["content"] for turn in prompt if turn["role"].strip())
-            if not (text.strip() and answer) or type(row["answer"]) not in (str, int, float):
+            turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            needed = [answer, "".join(x["content"] for x in turns), *(x["role"] for x in turns)]
+            if not all(map(str.strip, needed)) or type(row["answer"]) not in (str, int, float):
                 raise ValueError("prompt or answer is missing")
             rows.append(row | {"prompt": prompt, "answer": answer})
     except Exception as error:  # a file may contain anything
         raise UserError(f"{path}, line {number}: {error!r:.200}. A task is countdown, or JSONL "
-                        "with prompt and answer (or set --prompt, with {{ }} for braces)") from None
+                        "with prompt and answer (or set --prompt; braces: {{ }})") from None
     return rows
 
 
@@ -446,7 +446,7 @@ class Task:
 def render_chat(prompt, tokenizer):
     """-> the prompt as the model sees it"""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    is_open = messages[-1]["role"] == "assistant"  # a turn for the model to continue
+    is_open = messages[-1]["role"] == "assistant"  # for the model to continue
     if tokenizer.chat_template is None:
         text = "\n".join(turn["content"] for turn in messages)
         return (tokenizer.bos_token or "") + text + ("" if is_open else "\n")
@@ -1325,7 +1325,7 @@ def load_checkpoint(folder):
             saved = torch.load(path, map_location="cpu", weights_only=True)
             print(f"resuming {folder} after step {saved['state']['step']}")
             return saved
-        except Exception as error:  # a damaged file raises anything
+        except Exception as error:
             print(f"!!! {path} is damaged ({error!s:.100})")
     print(f"no checkpoint in {folder}: starting at step 0")
 

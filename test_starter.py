@@ -435,6 +435,8 @@ BAD_FILES = [
     ('{"prompt": [], "answer": "5"}', "line 1"),
     ('{"prompt": {"role": "user"}, "answer": "5"}', "line 1"),
     ('{"prompt": [{"role": "user"}], "answer": "5"}', "line 1"),
+    ('{"prompt": [{"role": " ", "content": "2+3"}, {"role": "user", "content": "?"}], '
+     '"answer": "5"}', "is missing"),
     ('{"prompt": [{"role": "user", "content": ["x"]}], "answer": "5"}', "line 1"),
     ('{"prompt": "x", "answer": NaN}', "line 1"), ('{"prompt": "\\ud800", "answer": "5"}',
                                                    "line 1"),
