@@ -8,7 +8,7 @@
 Task, prompt, lengths, temperature and sampler are those of the run that made the model
 (config.json in the folder above it). Any of them can be set as --name=value.
 """
-import html, itertools, json, math, sys
+import itertools, json, math, sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,7 +77,8 @@ def show(name, values, extra=()):
 
 def printable(text):
     """Treat model output as untrusted: no control characters reach the terminal."""
-    return html.unescape(starter.escape(text))
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
+                   for letter in text)
 
 
 def evaluate(llm, task, params, stop_ids):

@@ -33,7 +33,7 @@ if IS_LAUNCHED:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)]
 
 import ast, contextlib, copy, difflib, functools, gc, html, json, math, operator, random, re
-import shutil, signal, tempfile, warnings, zipfile, zlib
+import shutil, signal, tempfile, traceback, warnings, zipfile, zlib
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -714,7 +714,6 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
 
 
 LOGITS_PER_CHUNK = 2**28  # 1 GiB of float32
-CACHE_LIMIT = 2**17  # tokens in a batch of TorchSampler
 AttentionInterface.register("packed", packed_attention)
 # torch 2.11 has no enable_gqa argument.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
@@ -730,6 +729,7 @@ class Response(NamedTuple):
 
 
 def init_vllm(policy, cfg):
+    """-> vLLM, or TorchSampler, with the policy's weights"""
     config, llm = policy.model.config, None
     length = cfg.max_prompt_tokens + cfg.max_tokens
     context = getattr(config, "max_position_embeddings", math.inf)
@@ -808,6 +808,9 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
             for output in outputs for x in output.outputs]
 
 
+CACHE_LIMIT = 2**17  # tokens in a batch
+
+
 class TorchSampler:
     """Plain torch in place of vLLM"""
 
@@ -869,6 +872,7 @@ def checked_reward(reward_fn, response, truth):
             raise ValueError(f"{reward} is not finite")
         return reward
     except Exception as error:
+        traceback.print_tb(error.__traceback__.tb_next)  # the lines of reward_fn
         raise UserError(f"reward_fn: {error!r} for the response {response[:300]!r}") from error
 
 
@@ -1142,6 +1146,7 @@ def now():
     return time.perf_counter()
 
 
+# metric: its name in the metadata of a microbatch
 SCALARS = {
     "train/entropy": "entropy", "train/clip_fraction": "clip_fraction",
     "train/approx_kl": "approx_kl", "train/kl_penalty": "kl_penalty_mean",
@@ -1256,13 +1261,8 @@ def log_eval(log, step, metrics, samples):
     for i, sample in enumerate(samples if RANK == 0 else []):
         log.append("samples.jsonl", {"step": step} | sample)
         text = "{prompt}\n--> {response}\nreward {reward}, expected: {answer}".format(**sample)
-        log.writer.add_text(f"sample {i}", f"<pre>{escape(text)}</pre>", step)
-
-
-def escape(text):
-    """Model output is untrusted: no control characters, no HTML"""
-    return html.escape("".join(letter if letter.isprintable() or letter == "\n"
-                               else repr(letter)[1:-1] for letter in text))
+        # Model output is untrusted: no HTML
+        log.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
 
 
 @contextlib.contextmanager

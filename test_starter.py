@@ -954,7 +954,7 @@ def test_a_rank_without_prompts_has_no_advantages():
 
 
 @pytest.mark.parametrize("reward", [None, "high", math.nan, math.inf, 1e39, [1.0, 2.0], Exception])
-def test_a_bad_reward_stops_the_run_and_shows_the_response(reward):
+def test_a_bad_reward_stops_the_run_and_shows_the_response(reward, capsys):
     def bad(text, _):
         if reward is Exception:
             raise KeyError("no such field")
@@ -962,6 +962,8 @@ def test_a_bad_reward_stops_the_run_and_shows_the_response(reward):
 
     with pytest.raises(UserError, match="the response 'the text'"):
         starter.compute_group_normalized_advantages(["the text"] * 2, [None] * 2, bad, 2, 0, True)
+    lines = 'in bad\n    raise KeyError("no such field")' if reward is Exception else ""
+    assert capsys.readouterr().err.strip().endswith(lines), "a mistake in reward_fn shows its line"
 
 
 @pytest.mark.parametrize("reward", [True, 1, np.float32(1.0), torch.tensor(1.0)])
@@ -1495,9 +1497,14 @@ def test_the_report_names_the_last_evaluation(tmp_path, capsys):
 
 
 def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
-    hostile = "<script>alert('x')</script>\x1b[31m\n"
-    assert starter.escape(hostile) == "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;\\x1b[31m\n"
     log = starter.Log(tmp_path, settings_of())
+    text = {"prompt": "<b>", "response": "<script>", "reward": 0.0, "answer": "5 > 4"}
+    starter.log_eval(log, 0, dict.fromkeys(("eval/accuracy", "eval/mean_reward"), 0.0), [text])
+    log.writer.flush()
+    events = EventAccumulator(str(tmp_path.parent / "tb" / tmp_path.name)).Reload()
+    shown = events.Tensors("sample 0/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert shown == "<pre>&lt;b&gt;\n--&gt; &lt;script&gt;\nreward 0.0, expected: 5 &gt; 4</pre>"
+    capsys.readouterr()
     metrics = dict.fromkeys(("train/loss", "train/grad_norm", "train/reward_mean", "kl/mean",
                              "train/kl_penalty", "train/answer_frac", "train/avg_output_tokens",
                              "perf/tokens_per_s", "time/rollout", "time/train", "time/sync",
@@ -2267,6 +2274,7 @@ def test_the_warm_start_uses_no_problem_of_training_or_evaluation():
 
 def test_sample_measures_pass_at_k_and_talks(warm_folder, monkeypatch, capsys):
     import sample
+    assert sample.printable("<b>\x1b[31m\n") == "<b>\\x1b[31m\n"
     assert sample.pass_at_k(8, 0, 4) == 0 and sample.pass_at_k(8, 5, 4) == 1
     pairs = list(itertools.combinations([1, 1, 0, 0, 0], 2))
     assert sample.pass_at_k(5, 2, 2) == pytest.approx(np.mean([max(pair) for pair in pairs]))
