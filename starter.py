@@ -215,10 +215,10 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         # Update: an optimizer step per minibatch, in microbatches
         metadata, losses, grad_norms = [], [], []
         for rows in make_minibatches(cfg, step, first * cfg.group_size, len(responses)):
-            # A mean: fully_shard averages gradients over ranks
+            # Mean over ranks, as fully_shard averages gradients
             divisor = np.mean(gather(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
-                # Rows without advantage have no gradient; step 1 is checked with all.
+                # Rows without advantage have no gradient. Step 1 keeps them for its check.
                 rows = [row for row in rows if batch.advantages[row] != 0]
             microbatches = make_microbatches(batch, rows, cfg)
             optimizer.zero_grad()
@@ -249,7 +249,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         times.append(now())
 
         # Log, evaluate, save
-        metrics, response_kl = step_metrics(metadata, rewards, responses, texts, times, cfg)
+        metrics = step_metrics(metadata, rewards, responses, texts, times, cfg)
         metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
                     "train/kl_coef": kl_now, "train/skipped_steps": state.skipped}
         check_agreement(metrics, metadata, cfg, step)
@@ -262,7 +262,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         is_last = any(gather(is_late or step == cfg.n_grpo_steps))
         if step % cfg.eval_every == 0 or is_last:
             metrics |= evaluate(policy, llm, task, params, log, state)
-        log.write(step, metrics, response_kl)
+        log.write(step, metrics)
         is_interrupted = any(gather(len(signals)))
         if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             save_checkpoint(log.folder, policy, optimizer, ref_model, state)
@@ -386,12 +386,12 @@ def read_jsonl(path, cfg):
             if not line.strip():
                 continue
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, bad unicode
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN etc.
             prompt = row.get("prompt") or cfg.prompt.format(**row)
             answer = str(row["answer"]).rpartition("####")[2].strip()
             turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            needed = [answer, "".join(x["content"] for x in turns), *(x["role"] for x in turns)]
-            if not all(map(str.strip, needed)) or type(row["answer"]) not in (str, int, float):
+            texts = [answer, "".join(x["content"] for x in turns), *(x["role"] for x in turns)]
+            if not all(map(str.strip, texts)) or type(row["answer"]) not in (str, int, float):
                 raise ValueError("prompt or answer is missing")
             rows.append(row | {"prompt": prompt, "answer": answer})
     except Exception as error:  # a file may contain anything
@@ -405,7 +405,7 @@ class Task:
 
     def __init__(self, cfg, rows, eval_rows, tokenizer):
         self.cfg, self.tokenizer = cfg, tokenizer
-        rows, held_out = self.fitting(rows), self.fitting(eval_rows)
+        rows, held_out = self.encode_rows(rows), self.encode_rows(eval_rows)
         if not (eval_rows or cfg.eval_task):
             rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))  # same for all seeds
             held_out = rows[:max(1, len(rows) // 5)][:cfg.n_eval]
@@ -416,14 +416,14 @@ class Task:
         if not self.held_out or not (self.training or cfg.task == "countdown"):
             raise UserError("too few problems to hold some out")
 
-    def fitting(self, rows):
+    def encode_rows(self, rows):
         """-> encoded rows, without long ones"""
         rows = [self.encode(row) for row in rows]
         longest = max((len(row["prompt_ids"]) for row in rows), default=0)
         if longest > self.cfg.max_prompt_tokens:
-            print(f"!!! long prompts left out: --max_prompt_tokens={longest} keeps all")
             if self.cfg.task == "countdown":
-                raise UserError("training prompts would be too long")
+                raise UserError(f"too long prompts: set --max_prompt_tokens={longest} or more")
+            print(f"!!! long prompts left out: --max_prompt_tokens={longest} keeps all")
         return [row for row in rows if len(row["prompt_ids"]) <= self.cfg.max_prompt_tokens]
 
     def encode(self, problem):
@@ -438,7 +438,7 @@ class Task:
         epoch, position = divmod(index, len(self.training))
         return self.training[self.order(epoch)[position]]
 
-    @functools.lru_cache(2)  # same for a whole step
+    @functools.lru_cache(2)  # a step may cross an epoch
     def order(self, epoch):
         return np.random.default_rng([self.cfg.seed, epoch]).permutation(len(self.training))
 
@@ -495,15 +495,16 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
             setattr(module, key, 0.0)
     ends = np.ravel(model.generation_config.eos_token_id).tolist()
     policy = Policy(model.to(device), sorted({tokenizer.eos_token_id, *ends} - {None}))
-    # Packed rows must have the model's own log-probs.
+    # Packing two rows that share a token must not change their log-probs.
     ids = torch.arange(2, 66, device=device).view(2, 32) % model.config.vocab_size
-    ids[:, 0], error = 1, math.inf
+    ids[:, 0] = 1
+    is_equal = False
     with torch.no_grad(), contextlib.suppress(Exception):
         packed = get_response_log_probs(policy, ids, ids)
         model.set_attn_implementation("eager")
-        error = (packed - get_response_log_probs(model, ids, ids)).abs().max()
+        is_equal = (packed - get_response_log_probs(model, ids, ids)).abs().max() < 1e-2
         model.set_attn_implementation("packed")
-    if not error < 1e-2 or hasattr(model.config, "attention_chunk_size"):
+    if not is_equal or hasattr(model.config, "attention_chunk_size"):
         raise UserError(f"{model_id!r} is not supported, only decoders like Llama or Qwen3")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -522,6 +523,7 @@ def add_lora(policy, rank, seed):
 
 @contextlib.contextmanager
 def adapters_off(model):
+    """peft's own switch would freeze them."""
     layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True
@@ -574,12 +576,13 @@ def full_weights(policy):
     """-> (name, tensor) of the whole model, LoRA merged"""
     weights = policy.model.state_dict()
     for name in [name for name in weights if ".lora_" not in name]:
-        weight, (layer, _, kind) = full(weights[name]), name.partition(".base_layer")
-        if kind == ".weight":
+        weight = full(weights[name])
+        layer, _, suffix = name.partition(".base_layer")
+        if suffix == ".weight":
             a, b = (full(weights[f"{layer}.lora_{x}.default.weight"]) for x in "AB")
             change = (b @ a).T if policy.model.get_submodule(layer).fan_in_fan_out else b @ a
             weight = weight.float() + 2 * change  # lora_alpha / rank is 2
-        yield layer + kind, weight
+        yield layer + suffix, weight
 
 
 class Policy(torch.nn.Module):
@@ -608,8 +611,8 @@ class Policy(torch.nn.Module):
 
 
 def chunk_stats(head, ref_head, temperature, hidden, targets, ref_hidden=None):
-    """-> log-prob of each target, entropy; with a reference also its log-prob and the exact KL:
-    each [M]. Without a head, hidden are logits. Tokens with logit -inf add 0."""
+    """-> log-probs of the targets, entropy; with a reference also its log-probs, exact KL: each
+    [M]. If head is None, hidden holds logits. Tokens with logit -inf add 0."""
     logits = upcast(hidden if head is None else hidden @ head.T) / temperature  # [M, V]
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
@@ -619,11 +622,11 @@ def chunk_stats(head, ref_head, temperature, hidden, targets, ref_hidden=None):
     if ref_hidden is None:
         return log_probs, entropy
     ref_logits = upcast(ref_hidden if ref_head is None else ref_hidden @ ref_head.T)
-    policy, ref = logits - norm, (ref_logits / temperature).log_softmax(-1)
-    log_ratio = torch.where(probs > 0, policy - ref, 0).detach().clamp(-LIMIT, LIMIT)
-    # log_ratio is constant here: E[grad log pi] is 0, so this has the gradient of the KL.
-    exact_kl = (policy.exp() * log_ratio).sum(-1)
-    return log_probs, entropy, ref.gather(-1, targets[:, None])[:, 0], exact_kl
+    log_pi, log_ref = logits - norm, (ref_logits / temperature).log_softmax(-1)
+    log_ratio = torch.where(probs > 0, log_pi - log_ref, 0).detach().clamp(-LIMIT, LIMIT)
+    # Detached: its gradient would only add E[grad log pi], which is 0.
+    exact_kl = (log_pi.exp() * log_ratio).sum(-1)
+    return log_probs, entropy, log_ref.gather(-1, targets[:, None])[:, 0], exact_kl
 
 
 def upcast(tensor):
@@ -661,26 +664,26 @@ def to_device(tensor, device):
 
 
 def pack(input_ids, labels, mask, device):
-    """Lay rows end to end; neighbours share a common prompt. -> (model inputs,
-    predictors [M]: tokens before response tokens, targets [M]: response tokens)"""
+    """Lay rows end to end; a prompt shared by neighbours only once. -> (model inputs,
+    predictors [M]: slot before each target, targets [M]: response tokens)"""
     ids, positions, key_slots, lengths, predictors, prompt = [], [], [], [], [], None
     for row, places in zip(input_ids.tolist(), map(np.flatnonzero, mask.cpu().numpy())):
         if len(places) == 0:
             continue
-        first, end = places[0] + 1, places[-1] + 1  # of the response, of the row
-        if row[:first] != prompt:
-            prompt, shared = row[:first], []
+        n_prompt, end = places[0] + 1, places[-1] + 1
+        if row[:n_prompt] != prompt:
+            prompt, shared = row[:n_prompt], []
         begin = len(shared)
         slots = [*shared, *range(len(ids), len(ids) + end - begin)]
-        shared = slots[:first]
+        shared = slots[:n_prompt]
         predictors += [slots[place] for place in places]
-        if begin < end:  # one token after a shared prompt adds nothing
+        if begin < end:  # else the shared prompt predicts the only target
             ids += row[begin:end]
             positions += range(begin, end)
             key_slots += slots
             lengths.append((end - begin, end))  # of queries, of keys
     if not ids:
-        # Ranks compute together: one without rows has a dummy token.
+        # Every rank must run the model: without rows, on a dummy token.
         ids, positions, key_slots, lengths = [0], [0], [0], [(1, 1)]
     query_starts, key_starts = np.cumsum([(0, 0), *lengths], axis=0).T
     inputs = {"input_ids": [ids], "position_ids": [positions],  # [1, N]
@@ -751,14 +754,14 @@ def init_vllm(policy, cfg):
             with tempfile.TemporaryDirectory() as folder:
                 config.architectures = [type(policy.model).__name__]
                 config.save_pretrained(folder)
-                inner = type(policy.model.base_model)
-                init = inner.__init__
+                model_class = type(policy.model.base_model)
+                init = model_class.__init__
                 # CUDA graphs end at 512 sequences.
                 llm = LLM(folder, **options, load_format="dummy", skip_tokenizer_init=True,
                           max_model_len=length, logprobs_mode="processed_logprobs",
                           max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
-                # vLLM may have patched this class, the policy's.
-                inner.__init__, inner.__call__ = init, torch.nn.Module.__call__
+                # Undo vLLM's patches of the policy's class.
+                model_class.__init__, model_class.__call__ = init, torch.nn.Module.__call__
     except (ImportError, AttributeError, OSError) as error:
         print(f"!!! vLLM cannot be used here, torch samples: {error!r:.150}")
     except Exception as error:
@@ -887,7 +890,7 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
         advantages /= groups.std(1, keepdim=True) + advantage_eps
-    # Exact zeros: rounding noise would count in full.
+    # A tiny std would blow rounding noise up to size 1.
     is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
     metadata = {key: getattr(rewards, key)().item() for key in ("mean", "std", "max", "min")
                 if len(rewards)}
@@ -903,8 +906,8 @@ def make_batch(prompts, responses, min_tokens=0):
         tokens[b, :end] = torch.tensor(prompt + response.ids)
         mask[b, len(prompt):end] = torch.tensor(response.mask or True)
         # EOS is banned before min_tokens: the log-probs there are not the policy's.
-        logps = torch.tensor(response.logps[min_tokens:] or math.nan)
-        sampled[b, len(prompt) + min_tokens:end] = logps
+        if known := response.logps[min_tokens:]:
+            sampled[b, len(prompt) + min_tokens:end] = torch.tensor(known)
     return SimpleNamespace(
         input_ids=tokens[:, :-1], labels=tokens[:, 1:], mask=mask[:, 1:], lengths=lengths,
         rollout_log_probs=sampled[:, 1:], old_log_probs=None, ref_log_probs=None, prompts=prompts)
@@ -924,29 +927,30 @@ def make_minibatches(cfg, step, first, n_rows):
 
 
 def make_microbatches(batch, rows, cfg):
-    """Cut rows into groups of similar size, equally many on all ranks."""
+    """-> lists of neighbouring rows, similar in tokens; equally many on all ranks"""
     sizes = [batch.lengths[row] for row in rows]
     for i in range(1, len(rows)):
-        if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:  # it is computed once
+        if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:  # counted once
             sizes[i] -= len(batch.prompts[rows[i]])
-    total, groups = sum(sizes), {}
-    n_groups = max(math.ceil(total / cfg.tokens_per_microbatch), cfg.gradient_accumulation_steps)
+    total, parts = sum(sizes), {}
+    n_parts = max(math.ceil(total / cfg.tokens_per_microbatch), cfg.gradient_accumulation_steps)
     for row, size, end in zip(rows, sizes, np.cumsum(sizes)):
-        group = int((end - size / 2) / total * n_groups)  # where its middle falls
-        groups.setdefault(group, []).append(row)
-    return [*groups.values()] + [[]] * (max(gather(len(groups))) - len(groups))
+        part = int((end - size / 2) / total * n_parts)  # by the middle of the row
+        parts.setdefault(part, []).append(row)
+    return [*parts.values()] + [[]] * (max(gather(len(parts))) - len(parts))
 
 
 @torch.no_grad()
 def score(model, batch, cfg):
+    """-> log-probs [B, T]"""
     log_probs = []
     for rows in make_microbatches(batch, range(len(batch.lengths)), cfg):
         inputs = (x[rows] for x in (batch.input_ids, batch.labels, batch.mask))
         log_probs.append(response_stats(model, *inputs, cfg.temperature)[0])
-    return torch.cat(log_probs)  # [B, T]
+    return torch.cat(log_probs)
 
 
-LIMIT = 20.0  # of log-ratios
+LIMIT = 20.0  # of log-ratios, and of the logged k3
 WEIGHT_CAP = 10.0  # largest weight pi/old of a KL term
 MISMATCH_CAP = 2.0  # largest weight old/sampler of a token
 ESTIMATORS = ("k1", "k2", "k3", "exact")
@@ -954,8 +958,8 @@ ESTIMATORS = ("k1", "k2", "k3", "exact")
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
     """Per sampled token: k1 = l, k2 = l^2 / 2, k3 = e^-l - 1 + l, where l = log pi - log ref.
-    is_weighted: the caller multiplies by rho = pi/old, whose derivative adds the value to the
-    slope. For k3 the exponentials then cancel. (k2 is right already.)"""
+    is_weighted: the caller multiplies by rho = pi/old, as a constant. Its derivative adds the
+    value to the slope, here: for k3 the exponentials then cancel. (k2 is right without.)"""
     policy, ref = upcast(policy_log_probs), upcast(ref_log_probs)
     log_ratio = (policy - ref).detach().clamp(-LIMIT, LIMIT)
     if estimator == "k1":
@@ -969,7 +973,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_we
         slope = log_ratio if is_weighted else -torch.expm1(-log_ratio)
     else:
         raise UserError(f"kl_estimator: one of {', '.join(ESTIMATORS)} (needs the reference model)")
-    # Written out, not left to autograd: nothing overflows or is cut to 0.
+    # Explicit: autograd would overflow, or be 0 beyond the clamp.
     return value + slope * (policy - policy.detach())
 
 
@@ -987,7 +991,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     kl_term = 0.0
     if kl_coef and ref_log_probs is not None:
         ref, weight = masked(ref_log_probs, mask).detach(), rho.clamp(max=WEIGHT_CAP)
-        # Logged. Off-policy its mean needs the weight and the caps.
+        # Logged. Off-policy it needs the weight. Uncapped, one token could dominate the mean.
         kl_seen = weight * compute_kl_divergence(policy, ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
             if kl_estimator != "k1":
@@ -1024,9 +1028,18 @@ def masked(tensor, mask):
     return torch.where(mask, upcast(to_device(tensor, mask.device)), 0)
 
 
+# metric: its name in the metadata of a microbatch
+SCALARS = {
+    "train/entropy": "entropy", "train/clip_fraction": "clip_fraction",
+    "train/approx_kl": "approx_kl", "train/kl_penalty": "kl_penalty_mean",
+    "rollout/logp_gap_mean": "logp_gap_mean", "rollout/logp_gap_max": "logp_gap_max",
+    "kl/mean": "kl_mean", "kl/max": "kl_max", "kl/min": "kl_min",
+    "kl/policy_logp_mean": "policy_logp_mean", "kl/ref_logp_mean": "ref_logp_mean"}
+
+
 @torch.no_grad()
 def summarize(stats, mask):
-    """Maxima, minima or means over the mask, as the names say; 0: not computed"""
+    """Over the mask: max or min if the name ends so, else mean; 0: not in stats"""
     summary = dict.fromkeys((*SCALARS.values(), *stats), 0.0)
     table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
     if table.numel():
@@ -1066,7 +1079,8 @@ def grpo_microbatch_step(
     needs_model = kl_coef and (ref_log_probs is None or loss_options.get("kl_estimator") == "exact")
     log_probs, entropy, *ref_stats = response_stats(
         policy, input_ids, labels, mask, temperature, ref_model if needs_model else None)
-    ref_log_probs, loss_options["exact_kl"] = ref_stats or (ref_log_probs, None)
+    if ref_stats:
+        ref_log_probs, loss_options["exact_kl"] = ref_stats
     mask = to_device(mask, log_probs.device)
     loss, metadata = compute_loss(
         advantages_per_seq, log_probs, log_probs if old_log_probs is None else old_log_probs,
@@ -1077,8 +1091,6 @@ def grpo_microbatch_step(
     # Read now: after the backward pass this would wait for the GPU.
     metadata["loss"] = total.item()
     metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
-    if ref_log_probs is not None:
-        metadata["response_kl"] = masked(log_probs.detach() - ref_log_probs, mask).sum(1).tolist()
     total.backward()
     return total.detach(), metadata
 
@@ -1103,7 +1115,7 @@ def update_weights(policy, optimizer, loss, cfg, state):
 
 def adapt_kl_coef(state, kl, cfg):
     """Steer the KL to target_kl with 0.1 to 100 times kl_coef."""
-    # Clipped, NaN too: one wild batch must not count for long.
+    # min() replaces NaN, too. One wild batch is soon forgotten.
     state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2
     if state.kl_smooth > 1.5 * cfg.target_kl:
         state.kl_factor = min(1.5 * state.kl_factor, 100.0)
@@ -1141,22 +1153,14 @@ def evaluate(policy, llm, task, params, log, state):
 
 
 def now():
+    """Seconds, once the GPU is done"""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-# metric: its name in the metadata of a microbatch
-SCALARS = {
-    "train/entropy": "entropy", "train/clip_fraction": "clip_fraction",
-    "train/approx_kl": "approx_kl", "train/kl_penalty": "kl_penalty_mean",
-    "rollout/logp_gap_mean": "logp_gap_mean", "rollout/logp_gap_max": "logp_gap_max",
-    "kl/mean": "kl_mean", "kl/max": "kl_max", "kl/min": "kl_min",
-    "kl/policy_logp_mean": "policy_logp_mean", "kl/ref_logp_mean": "ref_logp_mean"}
-
-
 def step_metrics(metadata, rewards, responses, texts, times, cfg):
-    """-> (metrics over all ranks, KL of each response)"""
+    """-> metrics over all ranks"""
     rows = [(reward, len(response.ids), final_answer(text) is not None, not response.finished)
             for reward, response, text in zip(rewards.tolist(), responses, texts)]
     rewards, lengths, answered, truncated = np.array(sum(gather(rows), [])).T
@@ -1171,21 +1175,19 @@ def step_metrics(metadata, rewards, responses, texts, times, cfg):
     parts = [part for part in sum(gather(metadata), []) if part["n_tokens"]]
     average = functools.partial(np.average, weights=[part["n_tokens"] for part in parts])
     for name, key in SCALARS.items():
-        if parts and (cfg.use_kl_penalty and cfg.kl_coef or not name.startswith("kl/")):
+        if parts and (not name.startswith("kl/") or (cfg.use_kl_penalty and cfg.kl_coef)):
             combine = {"max": max, "min": min}.get(key[-3:], average)
             metrics[name] = float(combine([part[key] for part in parts]))
-    return metrics, sum((part.get("response_kl", []) for part in parts), [])
+    return metrics
 
 
 def check_agreement(metrics, metadata, cfg, step):
     """Sampler and trainer must agree; reference and policy before any update."""
     gap, cpu = metrics.get("rollout/logp_gap_mean", 0.0), cfg.device == "cpu"
     if gap > (2e-3 if cpu else 0.1 if step == 1 else 0.3):
-        raise RunFailed(f"log-probs of sampler and trainer differ by {gap:.3g}: the weights "
-                        "did not arrive")
+        raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive")
     if step == 1 and (kl := metadata[0]["kl_mean"]) > (1e-6 if cpu else 2e-3):
-        raise RunFailed(f"the KL is {kl:.3g} before the first update, not 0: temperature, "
-                        "labels or weights differ")
+        raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
 
 
 class Log:
@@ -1213,15 +1215,13 @@ class Log:
         with open(self.folder / name, "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def write(self, step, metrics, response_kl=()):
+    def write(self, step, metrics):
         if RANK:
             return
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.append("metrics.jsonl", {"step": step} | metrics)
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
-        if response_kl:
-            self.writer.add_histogram("kl/per_response", np.array(response_kl), step)
         self.writer.flush()
 
     def report(self, cfg):
@@ -1273,7 +1273,7 @@ def written_whole(path):
         shutil.rmtree(folder, ignore_errors=True)  # left by a crash
         folder.mkdir(parents=True)
         yield folder / "new"
-        if path.is_dir() and (folder / "new").is_dir():  # not for a link
+        if path.is_dir() and (folder / "new").is_dir():  # never for a link
             path.rename(folder / "old")
         (folder / "new").replace(path)
         shutil.rmtree(folder)
@@ -1305,7 +1305,7 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
     """What a resumed run needs. The last two are kept."""
     saved = {"weights": dcp.get_model_state_dict(policy, options=TRAINED), "moments": None,
              "ref": None, "state": vars(state)}
-    if optimizer.state:  # else this would make AdamW count a step
+    if optimizer.state:  # reading an empty state takes a step
         saved["moments"] = dcp.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
     if state.ref_step and ref_model:
         saved["ref"] = dcp.get_model_state_dict(ref_model, options=WHOLE)
@@ -1497,4 +1497,4 @@ if __name__ == "__main__":
     test_functions()
     exit_code = run(main)
     if exit_code or IS_LAUNCHED:
-        os._exit(exit_code)  # else it could wait forever
+        os._exit(exit_code)  # a plain exit may hang

@@ -1,6 +1,6 @@
 """The full test suite, in the order of starter.py's sections: python -m pytest test_starter.py
 
-It takes about four minutes on two cores, with the real vLLM if it is installed."""
+It takes about five minutes on two cores, with the real vLLM if it is installed."""
 import ast, contextlib, copy, errno, functools, http.server, importlib.util, io, itertools, json
 import math, os, random, re, runpy, shutil, signal, subprocess, sys, threading, time, types
 from fractions import Fraction
@@ -1330,8 +1330,6 @@ def test_the_step_takes_old_and_reference_log_probs_as_given():
     loss, metadata = starter.grpo_microbatch_step(*arguments, old_log_probs=old)
     assert float(loss) == pytest.approx(-math.exp(0.1), rel=1e-4)
     assert metadata["n_tokens"] == int(batch.mask.sum())
-    _, metadata = starter.grpo_microbatch_step(*arguments, ref_log_probs=old, kl_coef=0.1)
-    assert metadata["response_kl"] == pytest.approx([0.3, 0.6], abs=1e-4)
 
 
 def make_state(**changes):
@@ -1429,17 +1427,15 @@ def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
     keys = ("entropy clip_fraction approx_kl ratio_mean ratio_max kl_penalty_mean logp_gap_mean "
             "logp_gap_max kl_mean kl_max kl_min policy_logp_mean "
             "ref_logp_mean").split()
-    parts = [dict.fromkeys(keys, 1.0) | {"n_tokens": 30, "response_kl": [0.5]},
-             dict.fromkeys(keys, 4.0) | {"n_tokens": 10, "response_kl": [0.25, 0.125]},
+    parts = [dict.fromkeys(keys, 1.0) | {"n_tokens": 30},
+             dict.fromkeys(keys, 4.0) | {"n_tokens": 10},
              dict.fromkeys(keys, math.nan) | {"n_tokens": 0}]
     responses = [Response([1] * 4), Response([1] * 2, finished=False), Response([1]), Response([1])]
     texts = ["<answer>1</answer>", "5", "#### 5", ""]
-    metrics, response_kl = starter.step_metrics(parts, torch.tensor([1.0, 0.0, 0.1, 0.1]),
-                                                responses,
-                                                texts, [10, 11, 13, 17], settings_of(group_size=2))
+    metrics = starter.step_metrics(parts, torch.tensor([1.0, 0.0, 0.1, 0.1]), responses, texts,
+                                   [10, 11, 13, 17], settings_of(group_size=2))
     assert metrics["train/entropy"] == metrics["kl/mean"] == pytest.approx((30 + 40) / 40)
     assert metrics["kl/max"] == metrics["rollout/logp_gap_max"] == 4 and metrics["kl/min"] == 1
-    assert response_kl == [0.5, 0.25, 0.125]
     assert metrics["train/reward_mean"] == pytest.approx(0.3)
     assert metrics["train/reward_std"] == pytest.approx(np.std([1.0, 0.0, 0.1, 0.1]))
     assert metrics["train/frac_groups_zero_std"] == metrics["train/answer_frac"] == 0.5
@@ -1447,8 +1443,8 @@ def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
     times = [metrics[f"time/{name}"] for name in ("rollout", "train", "sync", "step")]
     assert times == [1, 2, 4, 7] and metrics["perf/tokens_per_s"] == pytest.approx(8 / 7)
     for changes in ({"use_kl_penalty": False}, {"kl_coef": 0.0}):  # nothing was measured
-        off, _ = starter.step_metrics(parts, torch.zeros(4), responses, texts, [0, 1, 2, 3],
-                                      settings_of(group_size=2, **changes))
+        off = starter.step_metrics(parts, torch.zeros(4), responses, texts, [0, 1, 2, 3],
+                                   settings_of(group_size=2, **changes))
         assert not [name for name in off if name.startswith("kl/")]
 
 
@@ -1470,10 +1466,10 @@ def test_sampler_and_trainer_must_agree_and_the_kl_begins_at_zero():
         starter.check_agreement({"rollout/logp_gap_mean": 0.01}, fine, cfg, 5)
     gpu = settings_of(device="cuda")
     starter.check_agreement({"rollout/logp_gap_mean": 0.2}, fine, gpu, 2)
-    with pytest.raises(RunFailed, match="differ by 0.2"):
+    with pytest.raises(RunFailed, match="off by 0.2"):
         starter.check_agreement({"rollout/logp_gap_mean": 0.2}, fine, gpu, 1)
     starter.check_agreement({}, [{"kl_mean": 0.01}], cfg, 2)
-    with pytest.raises(RunFailed, match="before the first update, not 0"):
+    with pytest.raises(RunFailed, match="before any update"):
         starter.check_agreement({}, [{"kl_mean": 0.01}, {"kl_mean": 0.0}], cfg, 1)
 
 
@@ -1641,7 +1637,7 @@ BAD_SETTINGS = [
     (["--gpu_mem_util=1.5"], "gpu_mem_util"), (["--n_numbers=1"], "n_numbers must be 2 to 8"),
     (["--n_numbers=9"], "n_numbers must be 2 to 8"), (["--operations=^"], "some of +-*/"),
     (["--operations="], "some of +-*/"),
-    (["--max_prompt_tokens=4"], "prompts would be too long"), (["--n_eval=-1"], "n_eval"),
+    (["--max_prompt_tokens=4"], "set --max_prompt_tokens="), (["--n_eval=-1"], "n_eval"),
     (["--prompt= "], "must not be empty"), (["--prompt={target} \\boxed{}"], "(braces: {{ }})"),
     (["--device=tpu"], "device is cpu"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
     (["--ref_offload=True", KL, "--device=cpu"], "need a GPU"),
@@ -1811,7 +1807,6 @@ def test_a_run_with_kl_writes_all_its_records(run_main, tmp_path, capsys):
     assert events.Scalars("kl/mean")[2].value == pytest.approx(rows[3]["kl/mean"])
     texts = " ".join(tags["tensors"])
     assert "sample" in texts
-    assert tags["histograms"] == ["kl/per_response"]
     check_hparams_tab(tmp_path / "out" / "tb", folder)
     for sample in rows_of(folder, "samples.jsonl"):
         numbers, target = re.fullmatch(r"(.*)=(\d+):", sample["prompt"]).groups()
@@ -2002,7 +1997,7 @@ def test_weights_that_do_not_arrive_and_another_reference_are_noticed(run_main, 
         return model
 
     monkeypatch.setattr(starter, "make_reference", other)
-    with pytest.raises(RunFailed, match="before the first update, not 0"):
+    with pytest.raises(RunFailed, match="before any update"):
         run_main(KL)
 
 
