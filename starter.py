@@ -205,7 +205,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         if cfg.vllm_sleep:
             llm.sleep(level=2)
         # Log-probs before the update
-        kl_now = kl_coef * state.kl_factor * min(1.0, step / max(1, cfg.kl_warmup_steps))
+        ramp = min(1.0, step / max(1, cfg.kl_warmup_steps))
+        kl_now = kl_coef * ramp * (state.kl_factor if cfg.kl_adaptive else 1.0)
         if cfg.inner_epochs * cfg.n_minibatches > 1:
             batch.old_log_probs = score(policy, batch, cfg)
         if kl_now and cfg.kl_estimator != "exact":
@@ -1105,9 +1106,8 @@ def update_weights(policy, optimizer, loss, cfg, state):
         state.skips_in_a_row += 1
         if state.skips_in_a_row == 5:
             raise RunFailed("5 updates in a row were not finite: lower lr")
-    elif norm > 0:  # without a gradient, momentum must not move the weights
-        warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
-        optimizer.param_groups[0]["lr"] = cfg.lr * warmup
+    elif norm > 1e-8:  # without a gradient, momentum must not move the weights
+        optimizer.param_groups[0]["lr"] = cfg.lr * min(1.0, state.step / max(1, cfg.warmup_steps))
         optimizer.step()
         state.skips_in_a_row = 0
     return norm

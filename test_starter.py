@@ -1374,12 +1374,12 @@ def test_updates_are_clipped_warmed_up_and_skipped_when_not_finite(capsys):
 def test_no_gradient_means_no_step_although_there_is_momentum():
     policy = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(policy.parameters(), 0.1, weight_decay=0.0)
-    for size in (1.0, 0.0):
+    for size in (1.0, 0.0, 1e-9):    # 1e-9: kl_coef=1e-9 measures the KL and must do no more
         before = policy.weight.detach().clone()
         for parameter in policy.parameters():
             parameter.grad = torch.full_like(parameter, size)
         starter.update_weights(policy, optimizer, 0.0, settings_of(), make_state())
-        assert torch.equal(policy.weight, before) == (size == 0)
+        assert torch.equal(policy.weight, before) == (size < 1)
 
 
 def test_the_adaptive_coefficient_follows_the_kl():
@@ -2098,6 +2098,8 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
     starter.main([f"--resume={folder}", "--n_grpo_steps=8", "--kl_coef=0.003"])
     change = rows_of(folder)[-1]["train/kl_coef"] / 0.003 / factor    # of one step
     assert min(abs(change - x) for x in (0.75, 1, 1.5)) < 1e-6
+    starter.main([f"--resume={folder}", "--n_grpo_steps=9", "--kl_adaptive=False"])
+    assert rows_of(folder)[-1]["train/kl_coef"] == 0.003
 
 
 LONG_RUN = [*SMALL, KL, "--n_minibatches=2", "--n_grpo_steps=16", "--save_every=2"]
