@@ -145,6 +145,8 @@ def main(argv=None):
     )
     # ----
     override(cfg, given)
+    if "latest" in Path(cfg.model_id).parts:
+        cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
     check_settings(cfg)
     start_process_group(cfg.device)
     problems = read_task(cfg)
@@ -415,7 +417,7 @@ class Task:
         self.training = [row for row in rows if row["rendered"] not in seen]
         self.held_out = held_out[:cfg.n_eval]
         if not self.held_out or not (self.training or cfg.task == "countdown"):
-            raise UserError("too few problems to hold some out")
+            raise UserError(f"too few rows: {len(self.training)} left, {len(held_out)} held out")
 
     def encode_rows(self, rows):
         """-> encoded rows, without long ones"""
@@ -851,7 +853,7 @@ class TorchSampler:
             log_probs = (logits / max(params["temperature"], 1e-6)).log_softmax(-1)  # 0: greedy
             cdf = log_probs.double().exp().cumsum(-1)
             threshold = uniform[:, len(tokens), None] * cdf[:, -1:]  # [P * n, 1]
-            ids = torch.searchsorted(cdf, threshold, right=True)
+            ids = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[1] - 1)
             tokens.append(ids)
             logps.append(log_probs.gather(1, ids))
             mask = F.pad(mask, (0, 1), value=1)
@@ -995,8 +997,6 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         # Logged. Off-policy it needs the weight. Uncapped, one token could dominate the mean.
         kl_seen = weight * compute_kl_divergence(policy, ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
-            if kl_estimator != "k1":
-                raise UserError("KL in the reward needs kl_estimator=k1")
             # A token pays for its own k1 and that of all tokens after it.
             kl_term = compute_kl_divergence(policy, ref, "k1").detach()
             advantages = advantages - kl_coef * kl_term.flip(1).cumsum(1).flip(1)
@@ -1239,12 +1239,12 @@ def log_train(log, step, metrics, cfg):
     eta = min((cfg.n_grpo_steps - step) * metrics["time/step"] / 60,
               max(0.0, (cfg.max_minutes or math.inf) - metrics["time/minutes"]))
     line = ("Step {step} | Loss: {train/loss:.4f} | Grad norm: {train/grad_norm:.4f} | "
-            "Reward mean: {train/reward_mean:.3f} | Entropy: {train/entropy:.3f} | "
+            "Reward mean: {train/reward_mean:.3f} | Entropy: {train/entropy:.3} | "
             "Tokens: {train/avg_output_tokens:.1f} | {perf/tokens_per_s:.0f} tok/s | rollout "
             "{time/rollout:.2f} train {time/train:.2f} sync {time/sync:.2f} s | ETA {eta:.1f} min")
     if "kl/mean" in metrics:
         line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
-    print(line.format(**{"step": step, "eta": eta, "train/entropy": math.nan} | metrics))
+    print(line.format(**{"step": step, "eta": eta, "train/entropy": "-"} | metrics))
     alarms = {
         "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
         "equal rewards in all groups: no gradient": metrics["train/frac_groups_zero_std"] == 1,
@@ -1363,8 +1363,8 @@ def read_arguments(argv):
         name, has_value, value = words.pop(0).partition("=")
         if not name.startswith("--") or not (has_value or words):
             raise UserError(f"cannot read {name!r}: write --name=value (see --help)")
-        given[name[2:]] = value if has_value else words.pop(0)
-    if not given.get("resume"):
+        given[name[2:]] = os.path.expanduser(value if has_value else words.pop(0))
+    if "resume" not in given:
         return given
     is_latest = given["resume"] == "latest"
     folder = Path(given.get("out_dir", "out") if is_latest else "", given["resume"])

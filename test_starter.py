@@ -423,7 +423,7 @@ def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
 
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
 BAD_FILES = [
-    (None, "No such file"), ("", "too few problems"), ("\n \n", "too few problems"),
+    (None, "No such file"), ("", "too few rows"), ("\n \n", "too few rows"),
     (GOOD + "{'prompt': 1}", "line 3"),
     (GOOD + "\n[1, 2]\n", "line 4"), ("null", "line 1"), (GOOD + "[" * 100_000, "line 3"),
     ('{"prompt": "x"}', "answer"), ('{"prompt": "x", "answer": null}', "answer"),
@@ -504,9 +504,9 @@ def test_rows_of_eval_task_are_not_trained_on():
     assert len(task.training) == 15 and len(task.held_out) == 8
     trained = set(prompts_of(task, 15))
     assert not trained & {task.encode(row)["rendered"] for row in question_rows(range(15, 25))}
-    with pytest.raises(UserError, match="too few problems"):
+    with pytest.raises(UserError, match="too few rows: 0 left, 5 held out"):
         make_task(question_rows(range(5)), question_rows(range(5)))
-    with pytest.raises(UserError, match="too few problems"):
+    with pytest.raises(UserError, match="too few rows"):
         make_task(question_rows(range(20)), [], eval_task="empty.jsonl")
 
 
@@ -518,7 +518,7 @@ def test_long_prompts_are_left_out_and_the_message_names_the_flag(capsys):
     assert f"--max_prompt_tokens={length} keeps all" in capsys.readouterr().out
     assert len(make_task([*question_rows(range(20)), long],
                          max_prompt_tokens=length).training) == 17
-    with pytest.raises(UserError, match="too few problems"):
+    with pytest.raises(UserError, match="too few rows"):
         make_task([long, long | {"prompt": "y" * 100}])
 
 
@@ -837,6 +837,13 @@ def test_torch_sampler_samples_from_the_distribution():
     check([pair[0] for pair in pairs], [5, 6])
     first = int(np.bincount([pair[0] for pair in pairs]).argmax())
     check([pair[1] for pair in pairs if pair[0] == first], [5, 6, first])
+
+
+def test_a_model_that_returns_nan_can_be_sampled():
+    """The update then says what to do: lower lr."""
+    llm = starter.TorchSampler(make_policy())
+    llm.model.get_output_embeddings().weight.data.fill_(math.nan)
+    assert len(starter.rollout_with_vllm(llm, PROMPTS, PARAMS, 0, 0)) == len(PROMPTS) * PARAMS["n"]
 
 
 def test_a_large_rollout_is_sampled_in_parts_with_the_same_result(monkeypatch):
@@ -1511,6 +1518,7 @@ def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.count("Step 1") == 3 and text.count("| KL penalty: 0.0000") == 3
     assert text.count("!!!") == 3, "KL is high, equal rewards, cut off: each once"
+    assert text.count("| Entropy: - |") == 3, "without rows to compute there is none"
     log.write(12, {"train/loss": math.nan, "train/entropy": 1.0})
     assert rows_of(tmp_path) == [{"step": 12, "train/entropy": 1.0}]
 
@@ -1650,7 +1658,7 @@ BAD_SETTINGS = [
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
     (["--model_id=no/such/model"], "cannot load the model"), (["--resume=latest"],
                                                               "no run to resume"),
-    (["--resume=no/such/run"], "no run to resume")]
+    (["--resume=no/such/run"], "no run to resume"), (["--resume="], "no run to resume")]
 
 
 @pytest.mark.parametrize("arguments, words", BAD_SETTINGS, ids=lambda x: "".join(x)[:40])
@@ -1668,6 +1676,7 @@ def test_misspelled_names_suggest_the_closest_one_if_any_is_near():
     for name, wanted in (("clip_rnage", "did you mean clip_range"), ("learning_rate", "--help")):
         with pytest.raises(UserError, match=f"no hyperparameter {name}: {wanted}"):
             starter.override(cfg, {name: "1"})
+    assert starter.read_arguments(["--task=~/a"]) == {"task": os.path.expanduser("~/a")}
     given = starter.read_arguments(["--lr", "1e-4", "--compile=true", "--prompt=a=b"])
     starter.override(cfg, given)
     assert (cfg.lr, cfg.compile, cfg.prompt) == (1e-4, True, "a=b")
@@ -2070,6 +2079,16 @@ def test_equal_runs_beside_busy_processes_give_equal_numbers(run_main):
     torch.set_num_threads(1)
     assert numbers_of(folders[0]) == numbers_of(folders[1]) and equal_weights(*folders)
     assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_model_in_latest_is_still_the_same_when_its_run_is_resumed(run_main, tmp_path):
+    """out/latest/model is the model of another run as soon as this one has a folder."""
+    first = run_main("--n_grpo_steps=1", "--save_every=0")
+    arguments = [f"--model_id={tmp_path}/out/latest/model", KL, "--n_grpo_steps=1"]
+    second = run_main(*arguments)
+    assert json.loads((second / "config.json").read_text())["model_id"] == str(first / "model")
+    starter.main([f"--resume={second}", "--n_grpo_steps=2"])
+    assert rows_of(second)[-1]["kl/mean"] > 0, "not the KL to the model of step 1"
 
 
 def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_path, capsys):
