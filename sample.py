@@ -23,6 +23,8 @@ import torch
 
 def read_settings(argv):
     given = starter.read_arguments(argv)
+    if Path(given.get("model_id", ""), "model").is_dir():    # a run folder
+        given["model_id"] += "/model"
     model_id = given.get("model_id", "out/latest/model")
     if "model_id" not in given and not Path(model_id).exists():
         raise starter.UserError(f"there is no trained model in {model_id}: run python starter.py "
@@ -47,6 +49,8 @@ def read_settings(argv):
     for name in ("n_samples", "n_eval", "max_tokens", "max_prompt_tokens"):
         if getattr(cfg, name) < 1:
             raise starter.UserError(f"{name} must be at least 1, got {getattr(cfg, name)}")
+    if not 0 <= cfg.temperature < math.inf:
+        raise starter.UserError(f"temperature must be 0 (greedy) or more, got {cfg.temperature}")
     if cfg.task == run.get("task") != "countdown" and not cfg.eval_task:
         # Otherwise some problems would be problems that the run was trained on.
         cfg.n_eval = min(cfg.n_eval, run["n_eval"])

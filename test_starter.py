@@ -2327,6 +2327,15 @@ def test_sample_measures_problems_that_the_run_held_out(tmp_path):
             settings(change, eval_task="")
 
 
+def test_sample_takes_a_run_folder_and_refuses_impossible_numbers(tmp_path):
+    import sample
+    (tmp_path / "model").mkdir()
+    assert sample.read_settings([f"--model_id={tmp_path}"]).model_id == f"{tmp_path}/model"
+    for word in ("temperature=-1", "temperature=nan", "temperature=inf", "n_samples=0"):
+        with pytest.raises(UserError, match=word.partition("=")[0]):
+            sample.read_settings([f"--model_id={tmp_path}", f"--{word}"])
+
+
 @pytest.mark.parametrize("tiny", [True, False])
 def test_sample_has_the_defaults_of_the_trainer(tmp_path, tiny):
     import sample
