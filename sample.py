@@ -23,7 +23,7 @@ import torch
 
 def read_settings(argv):
     given = starter.read_arguments(argv)
-    if Path(given.get("model_id", ""), "model").is_dir():    # a run folder
+    if "model_id" in given and Path(given["model_id"], "model").is_dir():    # a run folder
         given["model_id"] += "/model"
     model_id = given.get("model_id", "out/latest/model")
     if "model_id" not in given and not Path(model_id).exists():

@@ -945,12 +945,11 @@ def make_microbatches(batch, rows, cfg):
 
 @torch.no_grad()
 def score(model, batch, cfg):
-    """-> log-probs [B, T]"""
     log_probs = []
     for rows in make_microbatches(batch, range(len(batch.lengths)), cfg):
         inputs = (x[rows] for x in (batch.input_ids, batch.labels, batch.mask))
         log_probs.append(response_stats(model, *inputs, cfg.temperature)[0])
-    return torch.cat(log_probs)
+    return torch.cat(log_probs)  # [B, T]
 
 
 LIMIT = 20.0  # of log-ratios, and of the logged k3
@@ -997,6 +996,8 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         # Logged. Off-policy it needs the weight. Uncapped, one token could dominate the mean.
         kl_seen = weight * compute_kl_divergence(policy, ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
+            if kl_estimator != "k1":
+                raise UserError("KL in the reward needs kl_estimator=k1")
             # A token pays for its own k1 and that of all tokens after it.
             kl_term = compute_kl_divergence(policy, ref, "k1").detach()
             advantages = advantages - kl_coef * kl_term.flip(1).cumsum(1).flip(1)
@@ -1153,7 +1154,6 @@ def evaluate(policy, llm, task, params, log, state):
 
 
 def now():
-    """Seconds, once the GPU is done"""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1137,6 +1137,8 @@ def test_kl_in_the_reward_uses_the_current_log_probs():
     ratio = (policy - old).detach().exp()
     assert torch.allclose(loss, -ratio * advantages) and torch.allclose(policy.grad, loss)
     assert metadata["kl_penalty_mean"] == pytest.approx(cost.mean().item())
+    with pytest.raises(UserError, match="kl_estimator=k1"):
+        starter.compute_loss(torch.tensor([2.0]), policy, old, 0.5, ref, 0.1, kl_in="reward")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -2327,9 +2329,12 @@ def test_sample_measures_problems_that_the_run_held_out(tmp_path):
             settings(change, eval_task="")
 
 
-def test_sample_takes_a_run_folder_and_refuses_impossible_numbers(tmp_path):
+def test_sample_takes_a_run_folder_and_refuses_impossible_numbers(tmp_path, monkeypatch):
     import sample
     (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no trained model in out/latest/model"):
+        sample.read_settings([])
     assert sample.read_settings([f"--model_id={tmp_path}"]).model_id == f"{tmp_path}/model"
     for word in ("temperature=-1", "temperature=nan", "temperature=inf", "n_samples=0"):
         with pytest.raises(UserError, match=word.partition("=")[0]):
