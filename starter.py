@@ -145,7 +145,7 @@ def main(argv=None):
     )
     # ----
     override(cfg, given)
-    if "latest" in Path(cfg.model_id).parts:
+    if "latest" in Path(cfg.model_id).parts and Path(cfg.model_id).is_dir():
         cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
     check_settings(cfg)
     start_process_group(cfg.device)

@@ -1658,8 +1658,9 @@ BAD_SETTINGS = [
     (["--ref_update_every=5", KL, "--lora_rank=2"], "with lora_rank"),
     (["--eval_task=x.jsonl"], "task from a file"), (["--task=no/such.jsonl"], "no/such.jsonl"),
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
-    (["--model_id=no/such/model"], "cannot load the model"), (["--resume=latest"],
-                                                              "no run to resume"),
+    (["--model_id=no/such/model"], "cannot load the model"),
+    (["--model_id=no/latest"], "cannot load the model 'no/latest'"),    # may be on the hub
+    (["--resume=latest"], "no run to resume"),
     (["--resume=no/such/run"], "no run to resume"), (["--resume="], "no run to resume")]
 
 
