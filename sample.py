@@ -46,11 +46,17 @@ def read_settings(argv):
                      gpu_mem_util=0.4, vllm_sleep=False, enforce_eager=False, n_samples=8,
                      n_eval=200, chat=False)
     starter.override(cfg, given)
-    for name in ("n_samples", "n_eval", "max_tokens", "max_prompt_tokens"):
-        if getattr(cfg, name) < 1:
-            raise starter.UserError(f"{name} must be at least 1, got {getattr(cfg, name)}")
-    if not 0 <= cfg.temperature < math.inf:
-        raise starter.UserError(f"temperature must be 0 (greedy) or more, got {cfg.temperature}")
+    counts = ("n_samples", "n_eval", "max_tokens", "max_prompt_tokens", "max_number")
+    rules = {f"{name} must be at least 1": getattr(cfg, name) >= 1 for name in counts} | {
+        "min_tokens must be 0 to max_tokens": 0 <= cfg.min_tokens <= cfg.max_tokens,
+        "temperature must be 0 (greedy) or more": 0 <= cfg.temperature < math.inf,
+        "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
+        "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),
+        "device is cpu, or cuda with a GPU":
+            cfg.device == "cpu" or (cfg.device == "cuda" and torch.cuda.is_available())}
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise starter.UserError(rule)
     if cfg.task == run.get("task") != "countdown" and not cfg.eval_task:
         # Otherwise some problems would be problems that the run was trained on.
         cfg.n_eval = min(cfg.n_eval, run["n_eval"])

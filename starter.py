@@ -25,15 +25,15 @@ for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TRANSFORMERS_VER
                 "TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false VLLM_HOST_IP=127.0.0.1 "
                 "TORCH_LOGS=-all HF_HUB_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1").split():
     os.environ.setdefault(*setting.split("="))
-# torchrun starts a process, a rank, per GPU. Each sees only its own.
+# torchrun starts a process (rank) per GPU. Each sees only its own GPU.
 IS_LAUNCHED, RANK, WORLD = "LOCAL_RANK" in os.environ, 0, 1
 if IS_LAUNCHED:
     RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ["LOCAL_RANK"]).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)]
 
-import ast, contextlib, copy, difflib, functools, gc, html, json, math, operator, random, re
-import shutil, signal, tempfile, traceback, warnings, zipfile, zlib
+import ast, contextlib, copy, dataclasses, difflib, functools, gc, html, json, math, operator
+import random, re, shutil, signal, tempfile, traceback, warnings, zipfile, zlib
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def share(items):
 
 def main(argv=None):
     given = read_arguments(sys.argv[1:] if argv is None else argv)
-    gpu = torch.cuda.is_available()
+    gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     model_id = given.get("model_id", "Qwen/Qwen2.5-Coder-1.5B-Instruct" if gpu else "tiny")
     task = given.get("task", "countdown")
     tiny = is_tiny(model_id)
@@ -120,7 +120,7 @@ def main(argv=None):
         enforce_eager=False,  # True: no CUDA graphs
         # update
         lr=2e-4 if tiny else 4e-6,
-        warmup_steps=10,  # of the learning rate
+        warmup_steps=10,  # lr rises
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over each batch
         n_minibatches=1,  # optimizer steps per pass
@@ -139,9 +139,9 @@ def main(argv=None):
         kl_in="loss",  # or "reward", with k1
         kl_adaptive=False,  # steer the KL to target_kl
         target_kl=0.1,  # nats per token
-        kl_warmup_steps=0,  # of kl_coef
+        kl_warmup_steps=0,  # kl_coef rises
         ref_update_every=0,  # steps between refreshes of the reference; 0: none
-        ref_offload=False,  # keep it in host memory
+        ref_offload=False,  # in host memory
     )
     # ----
     override(cfg, given)
@@ -151,11 +151,12 @@ def main(argv=None):
     start_process_group(cfg.device)
     problems = read_task(cfg)
     make_tiny(cfg.model_id)
+    print(f"loading {cfg.model_id} ...")
     policy, tokenizer = init_policy(cfg.model_id, cfg.device, cfg.gradient_checkpointing)
     task = Task(cfg, *problems, tokenizer)
     saved = load_checkpoint(cfg.resume) if cfg.resume else None
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
-    print(f"{cfg.model_id}: {policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}")
+    print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}")
     print(f"{len(task.training) or 'random'} problems, {len(task.held_out)} held out; "
           f"KL penalty {kl_coef or 'off'}")
     if cfg.lora_rank:
@@ -221,13 +222,13 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             # Mean over ranks, as fully_shard averages gradients
             divisor = np.mean(gather(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
-                # Rows without advantage have no gradient. Step 1 keeps them for its check.
+                # Rows without advantage have no gradient; check_agreement needs all of step 1.
                 rows = [row for row in rows if batch.advantages[row] != 0]
             microbatches = make_microbatches(batch, rows, cfg)
             optimizer.zero_grad()
             loss = 0.0
             for i, micro_rows in enumerate(microbatches, 1):
-                if WORLD == 1 and cfg.device == "cuda":  # keep the bf16 weights until the last
+                if WORLD == 1 and cfg.device == "cuda":  # keep bf16 weights until the last
                     policy.set_reshard_after_backward(i == len(microbatches))
                 micro = select(batch, micro_rows)
                 _, details = grpo_microbatch_step(
@@ -260,7 +261,8 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         if cfg.kl_adaptive:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
         if cfg.ref_update_every and step % cfg.ref_update_every == 0:
-            refresh_reference(ref_model, policy, state)
+            ref_model.load_state_dict(policy.state_dict())
+            state.ref_step, state.kl_smooth = step, 0.0  # a new average
         is_late = 0 < cfg.max_minutes < metrics["time/minutes"]
         is_last = any(gather(is_late or step == cfg.n_grpo_steps))
         if step % cfg.eval_every == 0 or is_last:
@@ -309,7 +311,7 @@ def final_answer(text, pattern=ANSWERS):
     r"""-> the last of <answer>...</answer>, \boxed{...} and `#### ...`, or None"""
     answer = None
     while matches := re.findall(pattern, text, re.DOTALL):  # again for <answer>\boxed{5}
-        answer = text = "".join(matches[-1]).strip()  # the other groups are empty
+        answer = text = "".join(matches[-1]).strip()
     return answer
 
 
@@ -359,7 +361,7 @@ def make_problem(cfg, seed, index, split="train"):
 
 def random_expression(rng, numbers, operations):
     """Join random parts until one is left. -> (text, value), or ("", 0)"""
-    parts = [(str(n), n, 3) for n in numbers]  # (text, value, how tightly it binds)
+    parts = [(str(n), n, 3) for n in numbers]  # (text, value, binding)
     while len(parts) > 1:
         left, x, left_binding = parts.pop(rng.randrange(len(parts)))
         right, y, right_binding = parts.pop(rng.randrange(len(parts)))
@@ -377,6 +379,7 @@ def random_expression(rng, numbers, operations):
 def read_task(cfg):
     """-> (rows of task, rows of eval_task); for Countdown (none, held-out problems)"""
     if cfg.task == "countdown":
+        make_problem(cfg, 0, 0)  # is there any?
         return [], [make_problem(cfg, 0, index, "held-out") for index in range(cfg.n_eval)]
     return read_jsonl(cfg.task, cfg), read_jsonl(cfg.eval_task, cfg) if cfg.eval_task else []
 
@@ -389,7 +392,7 @@ def read_jsonl(path, cfg):
             if not line.strip():
                 continue
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN etc.
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN
             prompt = row.get("prompt") or cfg.prompt.format(**row)
             answer = str(row["answer"]).rpartition("####")[2].strip()
             turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -397,7 +400,8 @@ def read_jsonl(path, cfg):
             if not all(map(str.strip, texts)) or type(row["answer"]) not in (str, int, float):
                 raise ValueError("prompt or answer is missing")
             rows.append(row | {"prompt": prompt, "answer": answer})
-    except Exception as error:  # a file may contain anything
+        assert rows, "no rows"
+    except Exception as error:
         raise UserError(f"{path}, line {number}: {error!r:.200}. A task is countdown, or JSONL "
                         "with prompt and answer (or set --prompt; braces: {{ }})") from None
     return rows
@@ -420,7 +424,6 @@ class Task:
             raise UserError(f"too few rows: {len(self.training)} left, {len(held_out)} held out")
 
     def encode_rows(self, rows):
-        """-> encoded rows, without long ones"""
         rows = [self.encode(row) for row in rows]
         longest = max((len(row["prompt_ids"]) for row in rows), default=0)
         if longest > self.cfg.max_prompt_tokens:
@@ -447,7 +450,6 @@ class Task:
 
 
 def render_chat(prompt, tokenizer):
-    """-> the prompt as the model sees it"""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     is_open = messages[-1]["role"] == "assistant"  # for the model to continue
     if tokenizer.chat_template is None:
@@ -493,21 +495,23 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
             model_id, dtype=torch.float32, attn_implementation="packed", trust_remote_code=False)
     except Exception as error:
         raise UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
-    for module in model.modules():  # no dropout: policy and reference agree
+    for module in model.modules():  # no dropout, even in train() mode
         for key in [key for key in vars(module) if key == "p" or "drop" in key]:
             setattr(module, key, 0.0)
     ends = np.ravel(model.generation_config.eos_token_id).tolist()
     policy = Policy(model.to(device), sorted({tokenizer.eos_token_id, *ends} - {None}))
     # Packing two rows that share a token must not change their log-probs.
-    ids = torch.arange(2, 66, device=device).view(2, 32) % model.config.vocab_size
-    ids[:, 0] = 1
-    is_equal = False
+    is_equal, head = False, model.get_output_embeddings()
     with torch.no_grad(), contextlib.suppress(Exception):
+        ids = torch.arange(2, 66, device=device).view(2, 32) % model.config.vocab_size
+        ids[:, 0] = 1
         packed = get_response_log_probs(policy, ids, ids)
         model.set_attn_implementation("eager")
         is_equal = (packed - get_response_log_probs(model, ids, ids)).abs().max() < 1e-2
         model.set_attn_implementation("packed")
-    if not is_equal or hasattr(model.config, "attention_chunk_size"):
+    odd = [key for key, value in vars(model.config).items()
+           if value and re.search("softcapping|attention_chunk", key)]
+    if odd or not (is_equal and model._supports_attention_backend and head.bias is None):
         raise UserError(f"{model_id!r} is not supported, only decoders like Llama or Qwen3")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -544,13 +548,8 @@ def make_reference(policy, cfg):
     return reference
 
 
-def refresh_reference(reference, policy, state):
-    reference.load_state_dict(policy.state_dict())
-    state.ref_step, state.kl_smooth = state.step, 0.0  # the average starts again
-
-
 def compile_and_shard(policy, cfg, is_reference=False):
-    """A GPU computes in bf16 with its part of the weights; trained weights are float32."""
+    """Each GPU keeps a part of the weights, float32 if trained, and computes in bf16."""
     for parameter in policy.parameters():
         if not parameter.requires_grad:  # buffers (positions) stay float32
             parameter.data = parameter.data.to(policy.compute_dtype)
@@ -589,7 +588,7 @@ def full_weights(policy):
 
 
 class Policy(torch.nn.Module):
-    """Packed rows -> log-probs. Sharded weights can be read only in forward()."""
+    """Packed rows -> log-probs. Weights are whole only in forward()."""
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
@@ -744,7 +743,7 @@ def init_vllm(policy, cfg):
     if cfg.device == "cuda":
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
                    "enable_sleep_mode": cfg.vllm_sleep, "enforce_eager": cfg.enforce_eager,
-                   # As fast as compiled; starts in seconds
+                   # Starts in seconds, as fast as compiled
                    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     else:
         # Chunked prefill breaks seeds on a CPU; without it a prompt must fit into a batch.
@@ -802,7 +801,7 @@ def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
     """-> n Responses to each prompt; `first` prompts are on lower ranks"""
     if not prompts:
         return []
-    # The i-th response to a prompt has its seed + i.
+    # A seed per prompt; its i-th response gets seed + i.
     seeds = [random.Random(f"{seed}/{step}/{i}").getrandbits(48)
              for i, _ in enumerate(prompts, first)]
     if isinstance(llm, TorchSampler):
@@ -818,8 +817,6 @@ CACHE_LIMIT = 2**17  # tokens in a batch
 
 
 class TorchSampler:
-    """Plain torch in place of vLLM"""
-
     def __init__(self, policy):
         self.model = AutoModelForCausalLM.from_config(
             copy.deepcopy(policy.model.config), attn_implementation="sdpa",
@@ -884,7 +881,7 @@ def checked_reward(reward_fn, response, truth):
 
 def compute_group_normalized_advantages(rollout_responses, repeated_ground_truths, reward_fn,
                                         group_size, advantage_eps, normalize_by_std):
-    """-> (advantages [N], rewards [N], metadata). The responses to a prompt stand together."""
+    """-> (advantages [N], rewards [N], metadata). The responses to a prompt are neighbours."""
     if group_size < 2 or len(rollout_responses) % group_size:
         raise UserError(f"group_size={group_size}: at least 2, a divisor of the responses")
     pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
@@ -893,7 +890,7 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
         advantages /= groups.std(1, keepdim=True) + advantage_eps
-    # A tiny std would blow rounding noise up to size 1.
+    # Equal rewards: exactly 0, not noise / tiny std
     is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
     metadata = {key: getattr(rewards, key)().item() for key in ("mean", "std", "max", "min")
                 if len(rewards)}
@@ -952,7 +949,7 @@ def score(model, batch, cfg):
     return torch.cat(log_probs)  # [B, T]
 
 
-LIMIT = 20.0  # of log-ratios, and of the logged k3
+LIMIT = 20.0  # largest log-ratio, and logged k3
 WEIGHT_CAP = 10.0  # largest weight pi/old of a KL term
 MISMATCH_CAP = 2.0  # largest weight old/sampler of a token
 ESTIMATORS = ("k1", "k2", "k3", "exact")
@@ -960,8 +957,8 @@ ESTIMATORS = ("k1", "k2", "k3", "exact")
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
     """Per sampled token: k1 = l, k2 = l^2 / 2, k3 = e^-l - 1 + l, where l = log pi - log ref.
-    is_weighted: the caller multiplies by rho = pi/old, as a constant. Its derivative adds the
-    value to the slope, here: for k3 the exponentials then cancel. (k2 is right without.)"""
+    is_weighted: the caller multiplies by rho = pi/old, as a constant. The gradient of rho adds
+    the value to the slope, here: for k3 that leaves l. (k2's slope is right without.)"""
     policy, ref = upcast(policy_log_probs), upcast(ref_log_probs)
     log_ratio = (policy - ref).detach().clamp(-LIMIT, LIMIT)
     if estimator == "k1":
@@ -992,12 +989,12 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
 
     kl_term = 0.0
     if kl_coef and ref_log_probs is not None:
-        ref, weight = masked(ref_log_probs, mask).detach(), rho.clamp(max=WEIGHT_CAP)
-        # Logged. Off-policy it needs the weight. Uncapped, one token could dominate the mean.
+        ref, weight = masked(ref_log_probs, mask), rho.clamp(max=WEIGHT_CAP)
+        # The KL that is logged: weighted off-policy, capped so that no token dominates.
         kl_seen = weight * compute_kl_divergence(policy, ref, "k3").clamp(max=LIMIT)
-        if kl_in == "reward":
-            if kl_estimator != "k1":
-                raise UserError("KL in the reward needs kl_estimator=k1")
+        if kl_in != "loss":
+            if (kl_in, kl_estimator) != ("reward", "k1"):
+                raise UserError("kl_in: loss, or reward with kl_estimator=k1")
             # A token pays for its own k1 and that of all tokens after it.
             kl_term = compute_kl_divergence(policy, ref, "k1").detach()
             advantages = advantages - kl_coef * kl_term.flip(1).cumsum(1).flip(1)
@@ -1019,7 +1016,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     if kl_in == "loss":
         loss = loss + kl_coef * kl_term
     if rollout_log_probs is not None:
-        gap = (old - masked(rollout_log_probs, mask)).nan_to_num(0.0)  # NaN: not known
+        gap = (old - masked(rollout_log_probs, mask)).nan_to_num(0.0)  # NaN: unknown
         loss = loss * gap.exp().clamp(max=MISMATCH_CAP)
         stats["logp_gap_mean"] = stats["logp_gap_max"] = gap.abs()
     return torch.where(mask, loss, 0), summarize(stats, mask)
@@ -1041,7 +1038,7 @@ SCALARS = {
 
 @torch.no_grad()
 def summarize(stats, mask):
-    """Over the mask: max or min if the name ends so, else mean; 0: not in stats"""
+    """-> {name: mean, or max or min if it ends so, over the mask}; missing ones are 0"""
     summary = dict.fromkeys((*SCALARS.values(), *stats), 0.0)
     table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
     if table.numel():
@@ -1090,7 +1087,7 @@ def grpo_microbatch_step(
     if loss_type == "grpo":
         loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
     total = loss.sum() / max(divisor, 1e-9)
-    # Read now: after the backward pass this would wait for the GPU.
+    # Read before backward(): it waits for the forward pass only.
     metadata["loss"] = total.item()
     metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
     total.backward()
@@ -1116,8 +1113,9 @@ def update_weights(policy, optimizer, loss, cfg, state):
 
 def adapt_kl_coef(state, kl, cfg):
     """Steer the KL to target_kl with 0.1 to 100 times kl_coef."""
-    # min() replaces NaN, too. One wild batch is soon forgotten.
-    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2
+    if not math.isfinite(kl):
+        return
+    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2  # clipped
     if state.kl_smooth > 1.5 * cfg.target_kl:
         state.kl_factor = min(1.5 * state.kl_factor, 100.0)
     elif state.kl_smooth < 0.5 * cfg.target_kl:
@@ -1127,7 +1125,7 @@ def adapt_kl_coef(state, kl, cfg):
 # ---- 5. Records: evaluation, metrics, log, checkpoints
 
 def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
-    """-> (metrics, a dict per response) on the held-out problems, with fixed seeds"""
+    """-> (metrics, a dict per response) on held-out problems, with fixed seeds"""
     problems, first = share(task.held_out)
     prompts, rows = [problem["prompt_ids"] for problem in problems], []
     responses = rollout_with_vllm(llm, prompts, params, 0, "eval", first)
@@ -1146,10 +1144,10 @@ def evaluate(policy, llm, task, params, log, state):
     """One response per problem; keep the best model."""
     metrics, rows = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids, reward_fn)
     log_eval(log, state.step, metrics, rows[:4])
-    best = max(state.best_reward, float(metrics["eval/mean_reward"]))
-    if state.step and best > state.best_reward:
+    reward = float(metrics["eval/mean_reward"])
+    if state.step and reward > state.best_reward:
         save_model(policy, task.tokenizer, log.folder / "best")
-    state.best_reward = best
+    state.best_reward = max(reward, state.best_reward)
     return metrics
 
 
@@ -1160,7 +1158,6 @@ def now():
 
 
 def step_metrics(metadata, rewards, responses, texts, times, cfg):
-    """-> metrics over all ranks"""
     rows = [(reward, len(response.ids), final_answer(text) is not None, not response.finished)
             for reward, response, text in zip(rewards.tolist(), responses, texts)]
     rewards, lengths, answered, truncated = np.array(sum(gather(rows), [])).T
@@ -1191,7 +1188,7 @@ def check_agreement(metrics, metadata, cfg, step):
 
 
 class Log:
-    """The records of a run. Rank 0 writes them."""
+    """A run's records, written by rank 0"""
 
     def __init__(self, folder, cfg, saved=None):
         folder = self.folder = Path(folder)
@@ -1261,7 +1258,6 @@ def log_eval(log, step, metrics, samples):
     for i, sample in enumerate(samples if RANK == 0 else []):
         log.append("samples.jsonl", {"step": step} | sample)
         text = "{prompt}\n--> {response}\nreward {reward}, expected: {answer}".format(**sample)
-        # Model output is untrusted: no HTML
         log.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
 
 
@@ -1273,7 +1269,7 @@ def written_whole(path):
         shutil.rmtree(folder, ignore_errors=True)  # left by a crash
         folder.mkdir(parents=True)
         yield folder / "new"
-        if path.is_dir() and (folder / "new").is_dir():  # never for a link
+        if path.is_dir() and (folder / "new").is_dir():  # a new link is no folder
             path.rename(folder / "old")
         (folder / "new").replace(path)
         shutil.rmtree(folder)
@@ -1298,14 +1294,14 @@ def save_model(policy, tokenizer, folder):
 
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-TRAINED = dcp.StateDictOptions(**vars(WHOLE) | {"ignore_frozen_params": True, "strict": False})
+TRAINED = dataclasses.replace(WHOLE, ignore_frozen_params=True, strict=False)
 
 
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
     """What a resumed run needs. The last two are kept."""
     saved = {"weights": dcp.get_model_state_dict(policy, options=TRAINED), "moments": None,
              "ref": None, "state": vars(state)}
-    if optimizer.state:  # reading an empty state takes a step
+    if optimizer.state:  # dcp fills an empty state by a step
         saved["moments"] = dcp.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
     if state.ref_step and ref_model:
         saved["ref"] = dcp.get_model_state_dict(ref_model, options=WHOLE)
@@ -1327,6 +1323,8 @@ def load_checkpoint(folder):
             return saved
         except Exception as error:
             print(f"!!! {path} is damaged ({error!s:.100})")
+    if Path(folder, "model").exists():
+        raise UserError(f"no checkpoint in {folder}: it cannot continue")
     print(f"no checkpoint in {folder}: starting at step 0")
 
 
@@ -1337,7 +1335,7 @@ def restore(saved, policy, optimizer, ref_model, state):
     if saved["ref"] and ref_model:
         dcp.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     vars(state).update(saved["state"])
-    saved.clear()  # large
+    saved.clear()
 
 
 def catch_signals():
@@ -1384,7 +1382,7 @@ def read_arguments(argv):
 
 def override(cfg, given):
     for name, value in given.items():
-        if not hasattr(cfg, name):
+        if name not in vars(cfg):
             near = difflib.get_close_matches(name, vars(cfg), 1)
             hint = f"did you mean {near[0]}?" if near else "--help lists them"
             raise UserError(f"there is no hyperparameter {name}: {hint}")
@@ -1405,7 +1403,8 @@ def check_settings(cfg):
         if type(value) in (int, float) and not lowest <= value < 2**62:
             raise UserError(f"{name} is out of range: {value}")
     gpu = cfg.device == "cuda" and torch.cuda.is_available()
-    kl, ref_options = cfg.use_kl_penalty and cfg.kl_coef, cfg.ref_update_every or cfg.ref_offload
+    kl = cfg.use_kl_penalty and cfg.kl_coef
+    ref_options = cfg.ref_update_every or cfg.ref_offload
     rules = {
         "device is cpu, or cuda with a GPU": cfg.device == "cpu" or gpu,
         "vllm_sleep and ref_offload need a GPU": gpu or not (cfg.vllm_sleep or cfg.ref_offload),
@@ -1432,7 +1431,7 @@ def check_settings(cfg):
 
 
 def start_process_group(device):
-    # Else a CPU's parallel sums differ from run to run.
+    # Parallel sums on a CPU differ from run to run.
     torch.use_deterministic_algorithms(device == "cpu")
     if (IS_LAUNCHED or device == "cuda") and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -1443,10 +1442,10 @@ def start_process_group(device):
 def make_run_folder(cfg, given):
     """-> a new folder such as out/0003_lr=1e-4, also called out/latest"""
     out = Path(cfg.out_dir)
-    words = sorted((f"{key}={given[key]}" for key in given if key != "out_dir"), key=len)
-    label = re.sub(r"[^\w=.,+-]", "-", ",".join(words)[:39], flags=re.ASCII)
+    words = sorted((f"{key}={given[key]}," for key in given if key != "out_dir"), key=len)
+    label = re.sub(r"[^\w=.,+-]", "-", "".join(words)[:40].rpartition(",")[0], flags=re.ASCII)
     last = max((int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")), default=0)
-    name = gather(f"{last + 1:04d}_{label}".rstrip("_,"))[0]
+    name = gather(f"{last + 1:04d}_{label}".rstrip("_"))[0]
     if RANK == 0:
         with written_whole(out / "latest") as temporary:
             (out / name).mkdir()
@@ -1480,7 +1479,7 @@ def run(main):
         main()
         return 0
     except (UserError, RunFailed) as error:
-        message, code = error, 2 if isinstance(error, UserError) else 1
+        message, code = error, (2 if isinstance(error, UserError) else 1)
     except OSError as error:
         message, code = f"cannot write or read: {error}", 1
     except torch.OutOfMemoryError:
