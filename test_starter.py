@@ -679,8 +679,9 @@ def test_supported_models_pass_the_check_of_packing(save_folder, kind, changes):
     # So small that packing changes nothing that can be seen.
     ("gemma2", {"noise": 0}), ("gemma3_text", {"noise": 0, "final_logit_softcapping": 30.0}),
     ("phi", {"noise": 0}), ("bloom", {"noise": 0, "n_head": 4, "n_layer": 2}),
-    ("gemma3", {"vocab_size": None, "text_config": vars(make_config("gemma3_text")), "vision_config":
-                {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}})])
+    ("gemma3", {"vocab_size": None, "text_config": vars(make_config("gemma3_text")),    # multimodal
+                "vision_config": {"hidden_size": 32, "num_hidden_layers": 1,
+                                  "num_attention_heads": 4}})])
 def test_unsupported_models_are_refused_in_one_line(save_folder, kind, changes):
     with pytest.raises(UserError, match="is not supported, only decoders like|'packed'") as error:
         starter.init_policy(str(save_folder(kind, **changes)))
@@ -1663,7 +1664,7 @@ BAD_SETTINGS = [
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
     (["--model_id=no/such/model"], "cannot load the model"),
     (["--model_id=no/latest"], "cannot load the model 'no/latest'"),    # may be on the hub
-    (["--n_numbers=2", "--max_number=1", "--operations=+"], "no Countdown problem"),    # 1+1 is held out
+    (["--n_numbers=2", "--max_number=1", "--operations=+"], "no Countdown problem"),    # only 1+1
     (["--__class__=5"], "no hyperparameter __class__"), (["--resume=latest"], "no run to resume"),
     (["--resume=no/such/run"], "no run to resume"), (["--resume="], "no run to resume")]
 
