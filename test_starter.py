@@ -1710,7 +1710,7 @@ def test_run_folders_are_numbered_and_named_after_what_was_set(tmp_path):
 
 
 def test_a_value_is_never_cut_in_the_name_of_a_run_folder(tmp_path):
-    given = {"n_eval": "20", "use_vllm": "False", "n_grpo_steps": "50"}    # 42 letters in all
+    given = {"n_eval": "20", "use_vllm": "False", "n_grpo_steps": "50"}    # 40 letters; 39 fit
     folder = starter.make_run_folder(SimpleNamespace(out_dir=str(tmp_path)), given)
     assert folder.name == "0001_n_eval=20,use_vllm=False"
 
