@@ -47,7 +47,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
+                          AutoModelForMultimodalLM, AutoTokenizer, DynamicCache)
+from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 print = functools.partial(print, flush=True)
@@ -156,7 +158,8 @@ def main(argv=None):
     task = Task(cfg, *problems, tokenizer)
     saved = load_checkpoint(cfg.resume) if cfg.resume else None
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
-    print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}")
+    how = "packed" if policy.layout is pack else "padded: slower than packed"
+    print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}, rows {how}")
     print(f"{len(task.training) or 'random'} problems, {len(task.held_out)} held out; "
           f"KL penalty {kl_coef or 'off'}")
     if cfg.lora_rank:
@@ -224,7 +227,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             if step > 1 and not kl_now:
                 # Rows without advantage have no gradient; check_agreement needs all of step 1.
                 rows = [row for row in rows if batch.advantages[row] != 0]
-            microbatches = make_microbatches(batch, rows, cfg)
+            microbatches = make_microbatches(batch, rows, cfg, policy.layout)
             optimizer.zero_grad()
             loss = 0.0
             for i, micro_rows in enumerate(microbatches, 1):
@@ -491,8 +494,7 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     """-> (policy with float32 weights, tokenizer)"""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            model_id, dtype=torch.float32, attn_implementation="packed", trust_remote_code=False)
+        model = load_model(model_id)
     except Exception as error:
         raise UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
     for module in model.modules():  # no dropout, even in train() mode
@@ -500,32 +502,82 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
             setattr(module, key, 0.0)
     ends = np.ravel(model.generation_config.eos_token_id).tolist()
     policy = Policy(model.to(device), sorted({tokenizer.eos_token_id, *ends} - {None}))
-    # Packing two rows that share a token must not change their log-probs.
-    is_equal, head = False, model.get_output_embeddings()
-    with torch.no_grad(), contextlib.suppress(Exception):
-        ids = torch.arange(2, 66, device=device).view(2, 32) % model.config.vocab_size
-        ids[:, 0] = 1
-        packed = get_response_log_probs(policy, ids, ids)
-        model.set_attn_implementation("eager")
-        is_equal = (packed - get_response_log_probs(model, ids, ids)).abs().max() < 1e-2
-        model.set_attn_implementation("packed")
-    odd = [key for key, value in vars(model.config).items()
-           if value and re.search("softcapping|attention_chunk", key)]
-    if odd or not (is_equal and model._supports_attention_backend and head.bias is None):
-        raise UserError(f"{model_id!r} is not supported, only decoders like Llama or Qwen3")
-    if gradient_checkpointing:
+    choose_layout(policy)
+    if gradient_checkpointing and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return policy.train(), tokenizer
+    return policy, tokenizer
+
+
+def load_model(model_id):
+    """-> a causal language model with float32 weights; of a multimodal model its text part"""
+    options = {"dtype": torch.float32, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(model_id, trust_remote_code=False)
+    text_config = config.get_text_config(decoder=True)
+    if text_config is config:
+        return AutoModelForCausalLM.from_pretrained(model_id, **options)
+    whole = AutoModelForMultimodalLM.from_pretrained(model_id, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text_config)
+    body, head = whole.get_decoder(), whole.get_output_embeddings()
+    setattr(model, model.base_model_prefix, body)
+    model.set_output_embeddings(head)
+    model.config, model.generation_config = body.config, whole.generation_config
+    model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
+    return model
+
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@torch.no_grad()
+def choose_layout(policy):
+    """Pack rows if their log-probs stay the same, otherwise pad them. Refuse the model if they
+    differ from those of its own output layer in both layouts."""
+    model = policy.model
+    ids = torch.arange(2, 66, device=policy.device).view(2, 32) % model.config.vocab_size
+    ids[:, 0] = 1  # a prompt that both rows share
+    labels = ids.clone()
+    labels[0, 20:] = -100  # the first row is shorter
+    first, second = ids[:1, :20], ids[1:]
+    model.eval().set_attn_implementation("eager")
+    wanted = torch.cat([get_response_log_probs(model, row, row)[0] for row in (first, second)])
+    # A leak between rows has about this effect, which is small if the weights are.
+    joined = torch.cat([first, second], 1)
+    effect = (get_response_log_probs(model, joined, joined)[0] - wanted).abs().max().item()
+    attentions = ["packed", "sdpa", "eager"]
+    if not ATTENTION_LAYERS.issuperset(getattr(model.config, "layer_types", None) or ()):
+        attentions.remove("packed")
+    if getattr(model.config, "attn_logit_softcapping", None):
+        attentions = ["eager"]  # the others would ignore it
+    policy.train()
+    for attention in attentions:
+        try:
+            model.set_attn_implementation(attention)
+            log_probs = get_response_log_probs(policy, ids, labels)[labels >= 0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the model does not have this attention
+            continue
+        if (log_probs - wanted).abs().max() < min(1e-2, 1e-5 + effect / 10):
+            return
+    raise UserError(f"{type(model).__name__} is not supported: its log-probs differ from those of "
+                    "its own output layer")
 
 
 def add_lora(policy, rank, seed):
-    """Freeze the weights; train adapters beside them."""
-    from peft import LoraConfig
+    """Freeze the weights; train adapters beside the linear layers."""
+    from peft import LoraConfig, inject_adapter_in_model
     torch.manual_seed(seed)
-    head = policy.model.get_output_embeddings()
-    names = [name for name, layer in policy.model.named_modules()
-             if type(layer).__name__ in ("Linear", "Conv1D") and layer is not head]
-    policy.model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    skipped = {policy.model.get_output_embeddings()}
+    for module in policy.model.modules():
+        if hasattr(module, "A_log") and hasattr(module, "D"):  # Mamba: kernels read its weights
+            skipped.update(module.children())
+    names = [name for name, layer in policy.named_modules()
+             if type(layer).__name__ in ("Linear", "Conv1D") and layer not in skipped]
+    if not names:
+        raise UserError("lora_rank: the model has no linear layer that can have an adapter")
+    # Not into policy.model: peft would replace these names by those of fused experts.
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names), policy)
 
 
 @contextlib.contextmanager
@@ -588,7 +640,7 @@ def full_weights(policy):
 
 
 class Policy(torch.nn.Module):
-    """Packed rows -> log-probs. Weights are whole only in forward()."""
+    """Rows in a layout -> log-probs. Weights are whole only in forward()."""
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
@@ -596,15 +648,20 @@ class Policy(torch.nn.Module):
         self.chunk_stats = chunk_stats
         self.compute_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
-    def forward(self, packed, temperature=1.0, ref_hidden=None, ref_head=None, only_hidden=False):
-        """-> chunk_stats of the M targets. The logits never exist whole."""
-        inputs, predictors, targets = packed
-        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]  # [N, H]
-        hidden = hidden.index_select(0, predictors)  # [M, H]
+    @property
+    def layout(self):
+        return pack if self.model.config._attn_implementation == "packed" else pad
+
+    def forward(self, rows, temperature=1.0, ref_hidden=None, ref_head=None, only_hidden=False):
+        """-> token_stats of the M targets. The logits never exist whole."""
+        inputs, predictors, targets = rows
+        body = getattr(self.model, "model", self.model.base_model)  # without output layer
+        hidden = body(**inputs, use_cache=False).last_hidden_state  # [B, L, H]
+        hidden = hidden.flatten(0, 1).index_select(0, predictors)  # [M, H]
         if only_hidden:
             return hidden
-        head = self.model.get_output_embeddings().weight  # [V, H]
-        size = max(1, LOGITS_PER_CHUNK // len(head))
+        head = output_layer(self.model)
+        size = max(1, LOGITS_PER_CHUNK // len(head.weight))
         parts = zip(*(x.split(size) for x in (hidden, targets, ref_hidden) if x is not None))
         # The backward pass computes the logits again.
         chunks = [checkpoint(self.chunk_stats, head, ref_head, temperature, *part,
@@ -612,19 +669,43 @@ class Policy(torch.nn.Module):
         return [torch.cat(pieces) for pieces in zip(*chunks)]
 
 
+class Head(NamedTuple):
+    """An output layer. The logits are capped by cap * tanh(logits / cap)."""
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor  # [V], or None
+    scale: float
+    cap: float  # 0: none
+
+    def logits(self, hidden):
+        logits = upcast(F.linear(hidden, self.weight, self.bias)) * self.scale
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+
+def output_layer(model):
+    config, layer = model.config, model.get_output_embeddings()
+    scale = 1.0
+    for name, power in {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}.items():
+        scale *= (getattr(config, name, None) or 1.0) ** power
+    cap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
+    return Head(layer.weight, getattr(layer, "bias", None), scale, cap or 0.0)
+
+
 def chunk_stats(head, ref_head, temperature, hidden, targets, ref_hidden=None):
+    ref_logits = None if ref_hidden is None else ref_head.logits(ref_hidden) / temperature
+    return token_stats(head.logits(hidden) / temperature, targets, ref_logits)
+
+
+def token_stats(logits, targets, ref_logits=None):
     """-> log-probs of the targets, entropy; with a reference also its log-probs, exact KL: each
-    [M]. If head is None, hidden holds logits. Tokens with logit -inf add 0."""
-    logits = upcast(hidden if head is None else hidden @ head.T) / temperature  # [M, V]
+    [M], from float32 logits [M, V]. Tokens with logit -inf add 0."""
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
     with torch.no_grad():
         probs = logits.softmax(-1)
         entropy = norm[:, 0] - torch.where(probs > 0, probs * logits, 0).sum(-1)
-    if ref_hidden is None:
+    if ref_logits is None:
         return log_probs, entropy
-    ref_logits = upcast(ref_hidden if ref_head is None else ref_hidden @ ref_head.T)
-    log_pi, log_ref = logits - norm, (ref_logits / temperature).log_softmax(-1)
+    log_pi, log_ref = logits - norm, ref_logits.log_softmax(-1)
     log_ratio = torch.where(probs > 0, log_pi - log_ref, 0).detach().clamp(-LIMIT, LIMIT)
     # Detached: its gradient would only add E[grad log pi], which is 0.
     exact_kl = (log_pi.exp() * log_ratio).sum(-1)
@@ -636,18 +717,21 @@ def upcast(tensor):
 
 
 def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None):
-    """chunk_stats of the tokens in the mask: each [B, T], 0 elsewhere"""
+    """token_stats of the tokens in the mask: each [B, T], 0 elsewhere"""
     if isinstance(model, Policy):
-        packed, reference = pack(input_ids, labels, mask, model.device), ()
+        rows, reference = model.layout(input_ids, labels, mask, model.device), ()
         if ref_model is not None:
             with torch.no_grad(), adapters_off(ref_model):
-                head = full(ref_model.model.get_output_embeddings().weight.to(model.device))
-                reference = ref_model(packed, only_hidden=True), head
-        stats = model(packed, temperature, *reference)
+                head = output_layer(ref_model.model)
+                head = head._replace(weight=full(head.weight.to(model.device)))
+                reference = ref_model(rows, only_hidden=True), head
+        stats = model(rows, temperature, *reference)
     else:
-        ref_logits = None if ref_model is None else ref_model(input_ids).logits[mask].detach()
-        logits = model(input_ids).logits[mask]
-        stats = chunk_stats(None, None, temperature, logits, labels[mask], ref_logits)
+        ref_logits = None
+        if ref_model is not None:
+            ref_logits = upcast(ref_model(input_ids).logits[mask].detach()) / temperature
+        logits = upcast(model(input_ids).logits[mask]) / temperature
+        stats = token_stats(logits, labels[mask], ref_logits)
     mask = to_device(mask, stats[0].device)
     return [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in stats]
 
@@ -697,9 +781,26 @@ def pack(input_ids, labels, mask, device):
     return inputs, inputs.pop("predictors"), to_device(labels[mask], device)
 
 
+def pad(input_ids, labels, mask, device):
+    """Rows with targets, cut to the longest. Every layer is causal, so what follows a row does not
+    change it. -> as pack()"""
+    is_used, columns = mask.any(1), mask.any(0).nonzero()
+    if len(columns):
+        ids = input_ids[is_used, :columns.max() + 1]
+    else:
+        ids = torch.zeros(1, 1, dtype=torch.long)  # as in pack()
+    predictors = mask[is_used, :ids.shape[1]].flatten().nonzero()[:, 0]
+    return ({"input_ids": to_device(ids, device)}, to_device(predictors, device),
+            to_device(labels[mask], device))
+
+
 def packed_attention(module, query, key, value, attention_mask, *, key_slots, query_starts,
                      key_starts, longest, scaling=None, sliding_window=None, **options):
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
+    given = {name for name, option in options.items() if option is not None}
+    is_plain = given <= PLAIN_OPTIONS and attention_mask is None
+    if not is_plain or not query.shape[-1] == value.shape[-1] <= 256:
+        raise NotImplementedError("choose_layout() then pads")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, d]
     if q.is_cuda and q.dtype == torch.bfloat16:
         window = (sliding_window or 0) - 1
@@ -719,6 +820,7 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
 
 
 LOGITS_PER_CHUNK = 2**28  # 1 GiB of float32
+PLAIN_OPTIONS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 AttentionInterface.register("packed", packed_attention)
 # torch 2.11 has no enable_gqa argument.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
@@ -734,54 +836,74 @@ class Response(NamedTuple):
 
 
 def init_vllm(policy, cfg):
-    """-> vLLM, or TorchSampler, with the policy's weights"""
-    config, llm = policy.model.config, None
-    length = cfg.max_prompt_tokens + cfg.max_tokens
-    context = getattr(config, "max_position_embeddings", math.inf)
-    if length > context:
+    """-> vLLM, or TorchSampler, with the policy's weights; the same on all ranks"""
+    context = getattr(policy.model.config, "max_position_embeddings", math.inf)
+    if cfg.max_prompt_tokens + cfg.max_tokens > context:
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
+    llm = error = None
+    is_missing = True
+    if cfg.use_vllm:
+        print("starting vLLM ...")
+        try:
+            llm = start_vllm(policy, cfg)
+            load_policy_into_vllm_instance(policy, llm)
+        except Exception as caught:
+            error = " ".join(repr(caught).split())[:400]
+            # Not installed, or built for another torch
+            is_missing = isinstance(caught, (ImportError, OSError)) or "'_C'" in error
+    failures = [outcome for outcome in gather((error, is_missing)) if outcome[0]]
+    for error, is_missing in failures:
+        if not is_missing:
+            raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {error}. Set "
+                            "--use_vllm=False, or change gpu_mem_util if it is about memory")
+    if failures:
+        print(f"!!! vLLM cannot be used here, torch samples: {failures[0][0]:.150}")
+    if failures or not cfg.use_vllm:
+        llm, cfg.vllm_sleep = TorchSampler(policy), False
+    else:
+        gc.freeze()  # collecting vLLM's objects is slow
+    return llm
+
+
+def start_vllm(policy, cfg):
+    from vllm import LLM
+    length = cfg.max_prompt_tokens + cfg.max_tokens
     if cfg.device == "cuda":
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
                    "enable_sleep_mode": cfg.vllm_sleep, "enforce_eager": cfg.enforce_eager,
                    # Starts in seconds, as fast as compiled
                    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     else:
-        # Chunked prefill breaks seeds on a CPU; without it a prompt must fit into a batch.
+        # Chunked prefill breaks seeds on a CPU; without it a prompt must fit into a batch, and only
+        # attention can have a prefix cache.
         options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
-                   "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, length)}
-    try:
-        if cfg.use_vllm:
-            print("starting vLLM ...")
-            from vllm import LLM
-            with tempfile.TemporaryDirectory() as folder:
-                config.architectures = [type(policy.model).__name__]
-                config.save_pretrained(folder)
-                model_class = type(policy.model.base_model)
-                init = model_class.__init__
-                # CUDA graphs end at 512 sequences.
-                llm = LLM(folder, **options, load_format="dummy", skip_tokenizer_init=True,
-                          max_model_len=length, logprobs_mode="processed_logprobs",
-                          max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
-                # Undo vLLM's patches of the policy's class.
-                model_class.__init__, model_class.__call__ = init, torch.nn.Module.__call__
-    except (ImportError, AttributeError, OSError) as error:
-        print(f"!!! vLLM cannot be used here, torch samples: {error!r:.150}")
-    except Exception as error:
-        raise RunFailed(f"vLLM cannot start: {error!s:.400}. Change gpu_mem_util or use_vllm")
-    if llm is None:
-        llm, cfg.vllm_sleep = TorchSampler(policy), False
-    load_policy_into_vllm_instance(policy, llm)
-    gc.freeze()  # collecting vLLM's objects is slow
+                   "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, length),
+                   "enable_prefix_caching": policy.layout is pack}
+    model_class = type(policy.model.base_model)
+    init = model_class.__init__
+    with tempfile.TemporaryDirectory() as folder:
+        policy.model.config.architectures = [type(policy.model).__name__]
+        policy.model.config.save_pretrained(folder)
+        # CUDA graphs end at 512 sequences.
+        llm = LLM(folder, **options, load_format="dummy", skip_tokenizer_init=True,
+                  max_model_len=length, logprobs_mode="processed_logprobs",
+                  max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
+    # Undo vLLM's patches of the policy's class.
+    model_class.__init__, model_class.__call__ = init, torch.nn.Module.__call__
     return llm
 
 
 @torch.no_grad()
 def load_policy_into_vllm_instance(policy, llm):
     """Copy the weights; drop what vLLM cached with the old ones."""
-    weights = full_weights(policy)
     if isinstance(llm, TorchSampler):
-        llm.model.load_state_dict(dict(weights))
+        llm.model.load_state_dict(dict(full_weights(policy)))
         return
+    # vLLM knows the names of checkpoints, where for example each expert is apart. It wants a tied
+    # output layer, too, but Gemma 2 has none there.
+    has_head = llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]
+    weights = (item for name, weight in full_weights(policy) if has_head or name != "lm_head.weight"
+               for item in revert_weight_conversion(policy.model, {name: weight}).items())
     if policy.device.type == "cuda":
         llm.apply_model(lambda model: bool(model.load_weights(weights)))
     else:  # the CPU backend repacks its weights
@@ -818,9 +940,11 @@ CACHE_LIMIT = 2**17  # tokens in a batch
 
 class TorchSampler:
     def __init__(self, policy):
+        config = copy.deepcopy(policy.model.config)
+        attention = "sdpa" if policy.layout is pack else config._attn_implementation
         self.model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(policy.model.config), attn_implementation="sdpa",
-            dtype=policy.compute_dtype).to(policy.device).eval()
+            config, attn_implementation=attention, dtype=policy.compute_dtype)
+        self.model.to(policy.device).eval()
         for weight in [w for w in self.model.parameters() if w.dim() == 2]:
             weight.data = weight.data.T.contiguous().T  # by columns: faster on a CPU
         load_policy_into_vllm_instance(policy, self)
@@ -843,8 +967,9 @@ class TorchSampler:
             logits = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
             if not tokens:  # a prompt is read once
-                cache.batch_repeat_interleave(n)
-                logits, mask = (x.repeat_interleave(n, 0) for x in (logits, mask))
+                copies = torch.arange(len(ids), device=device).repeat_interleave(n)
+                cache.reorder_cache(copies)
+                logits, mask = logits[copies], mask[copies]
             if len(tokens) < params["min_tokens"]:
                 logits[:, stop_ids] = -torch.inf
             log_probs = (logits / max(params["temperature"], 1e-6)).log_softmax(-1)  # 0: greedy
@@ -926,8 +1051,14 @@ def make_minibatches(cfg, step, first, n_rows):
             yield sorted(rows[(0 <= rows) & (rows < n_rows)].tolist())
 
 
-def make_microbatches(batch, rows, cfg):
-    """-> lists of neighbouring rows, similar in tokens; equally many on all ranks"""
+def make_microbatches(batch, rows, cfg, layout=None):
+    """-> lists of rows, of at most about tokens_per_microbatch tokens; equally many on all ranks"""
+    parts = split_padded(batch, rows, cfg) if layout is pad else split_packed(batch, rows, cfg)
+    return parts + [[]] * (max(gather(len(parts))) - len(parts))
+
+
+def split_packed(batch, rows, cfg):
+    """Neighbouring rows, similar in tokens"""
     sizes = [batch.lengths[row] for row in rows]
     for i in range(1, len(rows)):
         if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:  # counted once
@@ -937,16 +1068,29 @@ def make_microbatches(batch, rows, cfg):
     for row, size, end in zip(rows, sizes, np.cumsum(sizes)):
         part = int((end - size / 2) / total * n_parts)  # by the middle of the row
         parts.setdefault(part, []).append(row)
-    return [*parts.values()] + [[]] * (max(gather(len(parts))) - len(parts))
+    return [*parts.values()]
+
+
+def split_padded(batch, rows, cfg):
+    """Rows of similar length: each is as wide as the longest of its part"""
+    rows = sorted(rows, key=lambda row: -batch.lengths[row])
+    n_most = math.ceil(len(rows) / cfg.gradient_accumulation_steps)
+    parts = []
+    while rows:
+        n = min(n_most, max(1, cfg.tokens_per_microbatch // batch.lengths[rows[0]]))
+        parts.append(rows[:n])
+        rows = rows[n:]
+    return parts
 
 
 @torch.no_grad()
 def score(model, batch, cfg):
-    log_probs = []
-    for rows in make_microbatches(batch, range(len(batch.lengths)), cfg):
+    """-> log-probs [B, T]"""
+    log_probs = torch.zeros(batch.mask.shape, device=model.device)
+    for rows in make_microbatches(batch, range(len(batch.lengths)), cfg, model.layout):
         inputs = (x[rows] for x in (batch.input_ids, batch.labels, batch.mask))
-        log_probs.append(response_stats(model, *inputs, cfg.temperature)[0])
-    return torch.cat(log_probs)  # [B, T]
+        log_probs[rows] = response_stats(model, *inputs, cfg.temperature)[0]
+    return log_probs
 
 
 LIMIT = 20.0  # largest log-ratio, and logged k3
