@@ -16,8 +16,10 @@ from pathlib import Path
 
 START = time.perf_counter()
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before slow imports
-    print(__doc__, Path(__file__).read_text("utf-8").split("\n    # ----")[1], sep="\n")
+if {"-h", "--help"} & set(sys.argv[1:]):  # before slow imports, also for scripts that import this
+    print(sys.modules["__main__"].__doc__)
+    if __name__ == "__main__":
+        print(Path(__file__).read_text("utf-8").split("\n    # ----")[1])
     sys.exit()
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine in this process
@@ -26,14 +28,18 @@ for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TRANSFORMERS_VER
                 "TORCH_LOGS=-all HF_HUB_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1").split():
     os.environ.setdefault(*setting.split("="))
 # torchrun starts a process (rank) per GPU. Each sees only its own GPU.
-IS_LAUNCHED, RANK, WORLD = "LOCAL_RANK" in os.environ, 0, 1
+IS_LAUNCHED = "LOCAL_RANK" in os.environ
+RANK = int(os.environ["RANK"]) if IS_LAUNCHED else 0
+WORLD = int(os.environ["WORLD_SIZE"]) if IS_LAUNCHED else 1
+LOCAL_RANK = int(os.environ["LOCAL_RANK"]) if IS_LAUNCHED else 0
 if IS_LAUNCHED:
-    RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ["LOCAL_RANK"]).split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)]
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
-import ast, contextlib, copy, dataclasses, difflib, functools, gc, html, json, math, operator
-import random, re, shutil, signal, tempfile, traceback, warnings, zipfile, zlib
+import ast, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, inspect, itertools
+import json, logging, math, operator, random, re, shutil, signal, tempfile, traceback, warnings
+import zipfile, zlib
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -52,6 +58,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
+logging.getLogger("vllm.triton_utils.importing").setLevel("ERROR")  # no Triton on a CPU
 print = functools.partial(print, flush=True)
 
 
@@ -77,22 +84,33 @@ def share(items):
     return items[first:len(items) * (RANK + 1) // WORLD], first
 
 
-def main(argv=None):
+def on_all_ranks(function, *arguments):
+    """Call it. An error on one rank is raised on all, so that none waits for ever."""
+    result = error = None
+    try:
+        result = function(*arguments)
+    except (UserError, RunFailed) as caught:
+        error = caught
+    for error in gather(error):
+        if error:
+            raise error
+    return result
+
+
+def main(argv=None, only_settings=False):
     given = read_arguments(sys.argv[1:] if argv is None else argv)
-    gpu = torch.cuda.is_available() and given.get("device") != "cpu"
-    model_id = given.get("model_id", "Qwen/Qwen2.5-Coder-1.5B-Instruct" if gpu else "tiny")
-    task = given.get("task", "countdown")
-    tiny = is_tiny(model_id)
-    countdown = task == "countdown"
-    short = tiny and countdown
+    has_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
+    start_process_group("cuda" if has_gpu else "cpu")
+    if "resume" in given:
+        given = on_all_ranks(settings_of_run, given)
     # ---- hyperparameters
     cfg = SimpleNamespace(
         # model
-        model_id=model_id,  # a folder or hub name; "tiny" is made on first use
-        device="cuda" if gpu else "cpu",
-        lora_rank=0,  # above 0: train adapters only
-        gradient_checkpointing=not tiny,  # half the memory, a quarter more time
-        compile=gpu and not tiny,
+        model_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",  # a folder or hub name
+        device="cuda",  # or "cpu"
+        lora_rank=0,  # above 0: train adapters only; they need about 10 x lr
+        gradient_checkpointing=True,  # half the memory, a quarter more time
+        compile=True,
         # run
         seed=42,
         out_dir="out",  # the run gets a folder in it
@@ -100,28 +118,29 @@ def main(argv=None):
         n_grpo_steps=100,
         max_minutes=0.0,  # 0: no limit
         eval_every=20,  # steps
-        n_eval=1000 if tiny else 400,  # held-out problems
-        save_every=20 if tiny else 50,  # steps between checkpoints; 0: only on Ctrl-C
+        n_eval=400,  # held-out problems
+        save_every=50,  # steps between checkpoints; 0: only on Ctrl-C
         # task
-        task=task,  # "countdown" or a JSONL file
+        task="countdown",  # or a JSONL file
         eval_task="",  # another JSONL file; else rows of task are held out
-        prompt=SHORT_PROMPT if short else LONG_PROMPT if countdown else QUESTION_PROMPT,
+        prompt="",  # a template such as "{question}"; "": that of the task
         n_numbers=3,  # of a Countdown problem
-        max_number=20 if tiny else 10,
-        operations="+-" if tiny else "+-*/",
+        max_number=10,
+        operations="+-*/",
         # rollout
         use_vllm=True,  # False: plain torch
-        rollout_batch_size=256 if tiny else 512,  # responses per step
-        group_size=8 if tiny else 16,  # responses per prompt
+        rollout_batch_size=512,  # responses per step
+        group_size=16,  # responses per prompt
         temperature=1.0,
         min_tokens=0,
-        max_tokens=24 if short else 512,
-        max_prompt_tokens=32 if short else 256,
+        max_tokens=512,
+        max_prompt_tokens=256,
+        max_turns=10,  # of the model, if there is a reply()
+        reward_truncated=False,  # False: a response cut off at max_tokens has reward 0
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep=False,  # free it during the update
-        enforce_eager=False,  # True: no CUDA graphs
         # update
-        lr=2e-4 if tiny else 4e-6,
+        lr=4e-6,
         warmup_steps=10,  # lr rises
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over each batch
@@ -141,25 +160,34 @@ def main(argv=None):
         kl_in="loss",  # or "reward", with k1
         kl_adaptive=False,  # steer the KL to target_kl
         target_kl=0.1,  # nats per token
-        kl_warmup_steps=0,  # kl_coef rises
         ref_update_every=0,  # steps between refreshes of the reference; 0: none
         ref_offload=False,  # in host memory
     )
+    if not has_gpu:
+        vars(cfg).update(model_id="tiny", device="cpu", compile=False)
+    if is_tiny(given.get("model_id", cfg.model_id)):  # made on first use
+        vars(cfg).update(
+            gradient_checkpointing=False, compile=False, n_eval=1000, save_every=20, max_number=20,
+            operations="+-", rollout_batch_size=256, group_size=8, lr=2e-4)
+        if given.get("task", cfg.task) == "countdown":
+            vars(cfg).update(prompt="{numbers}={target}:", max_tokens=24, max_prompt_tokens=32)
     # ----
     override(cfg, given)
-    if "latest" in Path(cfg.model_id).parts and Path(cfg.model_id).is_dir():
-        cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
-    check_settings(cfg)
-    start_process_group(cfg.device)
-    problems = read_task(cfg)
-    make_tiny(cfg.model_id)
+    check_settings(cfg, given)
+    if only_settings:
+        return cfg
+    rows = on_all_ranks(read_task, cfg)
+    if cfg.resume and gather(is_finished(cfg))[0]:
+        return report(Path(cfg.resume), cfg)
+    saved = on_all_ranks(load_checkpoint, cfg.resume) if cfg.resume else None
+    on_all_ranks(make_tiny, cfg.model_id)
     print(f"loading {cfg.model_id} ...")
-    policy, tokenizer = init_policy(cfg.model_id, cfg.device, cfg.gradient_checkpointing)
-    task = Task(cfg, *problems, tokenizer)
-    saved = load_checkpoint(cfg.resume) if cfg.resume else None
+    policy, tokenizer = on_all_ranks(init_policy, cfg.model_id, cfg.device,
+                                     cfg.gradient_checkpointing)
+    task = Task(cfg, *rows, tokenizer)
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
-    how = "packed" if policy.layout is pack else "padded: slower than packed"
-    print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}, rows {how}")
+    layout = "packed" if policy.layout is pack else "padded (slower)"
+    print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}, rows {layout}")
     print(f"{len(task.training) or 'random'} problems, {len(task.held_out)} held out; "
           f"KL penalty {kl_coef or 'off'}")
     if cfg.lora_rank:
@@ -167,20 +195,27 @@ def main(argv=None):
     ref_model = make_reference(policy, cfg) if kl_coef else None
     compile_and_shard(policy, cfg)
     llm = init_vllm(policy, cfg)
-    log = Log(cfg.resume or make_run_folder(cfg, given), cfg, saved)
-    train(policy, llm, tokenizer, cfg, log, ref_model, kl_coef, task=task, saved=saved)
-    save_model(policy, tokenizer, log.folder / "model")
-    log.report(cfg)
+    folder = Path(cfg.resume or on_all_ranks(make_run_folder, cfg, given))
+    with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
+        train(policy, llm, tokenizer, cfg, log, ref_model, kl_coef, task=task, saved=saved)
+        save_model(policy, tokenizer, folder / "model")
+    report(folder, cfg)
 
 
 def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
     """saved: a checkpoint to start from"""
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    state = SimpleNamespace(step=0, skipped=0, skips_in_a_row=0, best_reward=-math.inf, ref_step=0,
-                            kl_factor=1.0, kl_smooth=0.0)
+    state = SimpleNamespace(step=0, next_problem=0, minutes=0.0, skipped=0, skips_in_a_row=0,
+                            lr_factor=1.0, best_reward=-math.inf, ref_step=0, kl_factor=1.0,
+                            kl_smooth=0.0)
+    run = log.folder, policy, optimizer, ref_model, state  # what a checkpoint is made of
     params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
-    n_prompts = cfg.rollout_batch_size // cfg.group_size
+    loss_settings = {
+        "clip_range": cfg.clip_range, "clip_range_high": cfg.clip_range_high,
+        "loss_type": cfg.loss_type, "max_completion_length": cfg.max_tokens,
+        "temperature": cfg.temperature, "kl_estimator": cfg.kl_estimator,
+        "kl_importance_weight": cfg.kl_importance_weight, "kl_in": cfg.kl_in}
     signals = catch_signals()
     if cfg.device == "cuda":
         torch.set_num_threads(1)  # host tensors are small
@@ -189,30 +224,25 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         load_policy_into_vllm_instance(policy, llm)
     else:
         log.write(0, evaluate(policy, llm, task, params, log, state))
+    minutes_before = state.minutes
 
     while state.step < cfg.n_grpo_steps:
-        step = state.step = state.step + 1
-        times = [now()]
+        step, seconds, started = state.step + 1, {}, now()
 
-        # Rollout
-        indices, first = share(range((step - 1) * n_prompts, step * n_prompts))
-        problems = [task.problem(index) for index in indices]
+        # Rollout, reward; the advantage of a response compares it with the mean of its group
+        with saved_if_it_fails(run):
+            problems, responses, texts, rewards = collect(llm, task, params, cfg, state, seconds)
         prompts = [problem["prompt_ids"] for problem in problems]
-        responses = rollout_with_vllm(llm, prompts, params, cfg.seed, step, first)
-        texts = [decode(tokenizer, response.ids, policy.stop_ids) for response in responses]
+        batch = make_batch(prompts, responses, cfg.min_tokens)
+        batch.advantages_per_seq = group_advantages(rewards, cfg.group_size,
+                                                    cfg.use_std_normalization)
+        state.step = step
 
-        # Reward: an advantage compares a response with the mean of its group
-        batch = make_batch(repeat(prompts, cfg.group_size), responses, cfg.min_tokens)
-        batch.advantages, rewards, _ = compute_group_normalized_advantages(
-            texts, repeat(problems, cfg.group_size), reward_fn, cfg.group_size, 1e-6,
-            cfg.use_std_normalization)
-        times.append(now())
-
+        update_started = now()
         if cfg.vllm_sleep:
             llm.sleep(level=2)
         # Log-probs before the update
-        ramp = min(1.0, step / max(1, cfg.kl_warmup_steps))
-        kl_now = kl_coef * ramp * (state.kl_factor if cfg.kl_adaptive else 1.0)
+        kl_now = kl_coef * (state.kl_factor if cfg.kl_adaptive else 1.0)
         if cfg.inner_epochs * cfg.n_minibatches > 1:
             batch.old_log_probs = score(policy, batch, cfg)
         if kl_now and cfg.kl_estimator != "exact":
@@ -220,118 +250,152 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
                 batch.ref_log_probs = score(ref_model, batch, cfg)
 
         # Update: an optimizer step per minibatch, in microbatches
-        metadata, losses, grad_norms = [], [], []
-        for rows in make_minibatches(cfg, step, first * cfg.group_size, len(responses)):
+        details, losses, grad_norms = [], [], []
+        for rows in make_minibatches(cfg, step, len(responses)):
             # Mean over ranks, as fully_shard averages gradients
-            divisor = np.mean(gather(loss_divisor(batch.mask[rows], cfg.loss_type, cfg.max_tokens)))
+            divisor = np.mean(gather(loss_divisor(
+                batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
                 # Rows without advantage have no gradient; check_agreement needs all of step 1.
-                rows = [row for row in rows if batch.advantages[row] != 0]
+                rows = [row for row in rows if batch.advantages_per_seq[row] != 0]
             microbatches = make_microbatches(batch, rows, cfg, policy.layout)
-            optimizer.zero_grad()
             loss = 0.0
             for i, micro_rows in enumerate(microbatches, 1):
                 if WORLD == 1 and cfg.device == "cuda":  # keep bf16 weights until the last
                     policy.set_reshard_after_backward(i == len(microbatches))
-                micro = select(batch, micro_rows)
-                _, details = grpo_microbatch_step(
-                    policy, micro.input_ids, micro.labels, micro.mask, micro.advantages,
-                    len(microbatches), cfg.clip_range, cfg.loss_type, cfg.max_tokens, ref_model,
-                    kl_now, divisor=divisor, clip_range_high=cfg.clip_range_high, kl_in=cfg.kl_in,
-                    old_log_probs=micro.old_log_probs, ref_log_probs=micro.ref_log_probs,
-                    rollout_log_probs=micro.rollout_log_probs, temperature=cfg.temperature,
-                    kl_importance_weight=cfg.kl_importance_weight, kl_estimator=cfg.kl_estimator)
-                loss += details["loss"]
-                metadata.append(details)
+                _, detail = grpo_microbatch_step(
+                    policy, **select(batch, micro_rows), **loss_settings, divisor=divisor,
+                    gradient_accumulation_steps=len(microbatches), ref_model=ref_model,
+                    kl_coef=kl_now)
+                loss += detail["loss"]
+                details.append(detail)
             losses.append(np.mean(gather(loss)))
             grad_norms.append(update_weights(policy, optimizer, losses[-1], cfg, state))
-        times.append(now())
+        sync_started = now()
 
-        # Sync
         if cfg.vllm_sleep:
             llm.wake_up(tags=["weights"])
         load_policy_into_vllm_instance(policy, llm)
         if cfg.vllm_sleep:
             llm.wake_up(tags=["kv_cache"])
-        times.append(now())
+        ended = now()
+        seconds |= {"train": sync_started - update_started, "sync": ended - sync_started,
+                    "step": ended - started}
+        state.minutes = minutes_before + (ended - START) / 60
 
         # Log, evaluate, save
-        metrics = step_metrics(metadata, rewards, responses, texts, times, cfg)
+        metrics = step_metrics(details, rewards, responses, texts, seconds, cfg)
         metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
-                    "train/kl_coef": kl_now, "train/skipped_steps": state.skipped}
-        check_agreement(metrics, metadata, cfg, step)
+                    "train/lr": optimizer.param_groups[0]["lr"], "train/kl_coef": kl_now,
+                    "train/skipped_steps": state.skipped, "time/minutes": state.minutes}
+        check_agreement(metrics, details, cfg, step)
         log_train(log, step, metrics, cfg)
         if cfg.kl_adaptive:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
         if cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
             state.ref_step, state.kl_smooth = step, 0.0  # a new average
-        is_late = 0 < cfg.max_minutes < metrics["time/minutes"]
+        is_late = 0 < cfg.max_minutes < state.minutes
         is_last = any(gather(is_late or step == cfg.n_grpo_steps))
-        if step % cfg.eval_every == 0 or is_last:
-            metrics |= evaluate(policy, llm, task, params, log, state)
-        log.write(step, metrics)
+        try:
+            if step % cfg.eval_every == 0 or is_last:
+                with saved_if_it_fails(run):
+                    metrics |= evaluate(policy, llm, task, params, log, state)
+        finally:
+            log.write(step, metrics)
         is_interrupted = any(gather(len(signals)))
         if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
-            save_checkpoint(log.folder, policy, optimizer, ref_model, state)
+            save_checkpoint(*run)
         if is_interrupted or is_last:
             break
 
 
 # ---- 1. Task: problems, prompts, answers, reward
 
-SHORT_PROMPT = "{numbers}={target}:"
 QUESTION_PROMPT = "{question} Think step by step, then give the answer as <answer>...</answer>."
-LONG_PROMPT = (
+COUNTDOWN_PROMPT = (
     "Using the numbers {numbers}, write an expression that equals {target}. Use each number "
     "exactly once, with the operations {operations} and parentheses. Try several inside <think> "
     "</think> tags, then give one inside <answer> </answer> tags. For example, 9 from 5 2 3:\n"
     "<think>5+2+3=10, 5*2-3=7, 5*3-2=13, (5-2)*3=9</think>\n<answer>(5-2)*3</answer>")
 
-# All take linear time, whatever the text.
-TAGS = r"<answer>((?:(?!</?answer>).)*)</answer>"
-BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-HASHES = r"####\s*((?!####)\S(?:(?!####)[^\n])*)"
-ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
-
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
+# For several turns write reply(problem, text): what the environment says after a turn of the model,
+# or None if the response has ended. After an end token it is a user message; after a text in
+# TURN_ENDS it continues the response. problem["turns"] is what was said so far, for reward_fn, too:
+# [{"role": "assistant" or "environment", "content": ...}, ...].
+reply = None
+TURN_ENDS = ()
 
 
 def reward_fn(generated_text, ground_truth):
     """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own:
     ground_truth is the problem, a dict. A reward of at least 0.9 counts as correct."""
     truth = {"answer": ground_truth} if isinstance(ground_truth, str) else ground_truth
+    if truth.get("rendered", "").rstrip().endswith("<answer>"):  # begun by the prompt
+        generated_text = "<answer>" + generated_text
     answer = final_answer(generated_text, ANSWERS if "answer" in truth else TAGS)
     if answer is None:
         return 0.0
     if "answer" in truth:
-        return 1.0 if normalize(answer) == normalize(truth["answer"]) else 0.1
-    return 1.0 if evaluate_expression(answer, truth["numbers"]) == truth["target"] else 0.1
+        is_right = is_same(answer, truth["answer"])
+    else:
+        operations = truth.get("operations", "+-*/")
+        is_right = evaluate_expression(answer, truth["numbers"], operations) == truth["target"]
+    return 1.0 if is_right else 0.1
+
+
+# All patterns take linear time, whatever the text.
+TAGS = r"<answer>((?:(?!</?answer>).)*)</answer>"
+BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+HASHES = r"####\s*((?!####)\S(?:(?!####)[^\n])*)"
+ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
+NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
+UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
+NO_UNITS = {"dozen", "hundred", "thousand", "k", "million", "billion", "trillion", "squared"}
 
 
 def final_answer(text, pattern=ANSWERS):
-    r"""-> the last of <answer>...</answer>, \boxed{...} and `#### ...`, or None"""
+    r"""-> the last of <answer>...</answer>, \boxed{...} and `#### 5` after the reasoning, or None"""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     answer = None
-    while matches := re.findall(pattern, text, re.DOTALL):  # again for <answer>\boxed{5}
-        answer = text = "".join(matches[-1]).strip()
-    return answer
+    for match in re.finditer(pattern, text, re.DOTALL):
+        found = match[match.lastindex].strip()
+        is_heading = match.lastindex == 3 and parse_number(found)[0] is None
+        if answer is None or not is_heading:
+            answer = found
+    inner = final_answer(answer, pattern) if answer else None  # <answer>\boxed{5}</answer>
+    return answer if inner is None else inner
 
 
-def normalize(answer):
-    """$1,200.00 = 1200, 1/2 = .5, 18 dollars = 18, Paris = paris"""
-    text = " ".join(str(answer).lower().replace("$", "").split()).rstrip(". ")
+def is_same(answer, truth):
+    """$1,200.00 = 1200, 1/2 = .5, 18 dollars = 18, Paris = paris. But 3 am is not 3 pm."""
+    (number, unit, text), (true_number, true_unit, true_text) = map(parse_number, (answer, truth))
+    if number is None or true_number is None:
+        return text == true_text
+    return number == true_number and (unit == true_unit or not (unit and true_unit))
+
+
+def parse_number(answer):
+    """-> (Fraction or None, unit, text)"""
+    text = re.sub(r"\\text\{([^{}]*)\}", r" \1", str(answer).lower())
+    text = text.replace("\\", "").replace("\N{MINUS SIGN}", "-").strip("* ")
+    text = " ".join(text.split()).rstrip(". $")
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    number = re.fullmatch(r"([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)(?: ?%| [a-z][a-z .]*)?", text)
-    with contextlib.suppress(TypeError, ValueError, ZeroDivisionError):
-        return Fraction(number[1])
-    return text
+    match = re.fullmatch(f"{NUMBER}(?: ?{UNIT})?", text)
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        if match and match[4] not in NO_UNITS:
+            return Fraction(match[2]), "dollar" if match[1] else (match[3] or "").rstrip("s"), text
+    return None, "", text
 
 
-def evaluate_expression(text, numbers):
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def evaluate_expression(text, numbers, operations="+-*/"):
     """-> the exact value of an expression that uses each of `numbers` once, or None"""
-    digits = re.findall("[0-9]+", text)
-    if re.fullmatch(r"[-+*/() 0-9]{1,200}", text) and sorted(map(int, digits)) == sorted(numbers):
+    is_allowed = re.fullmatch(rf"[{re.escape(operations)}() 0-9]{{1,200}}", text)
+    if is_allowed and sorted(map(int, re.findall("[0-9]+", text))) == sorted(numbers):
         with contextlib.suppress(Exception):  # no expression, or divides by 0
             return exact_value(ast.parse(text.strip(), mode="eval").body)  # parsed, never run
 
@@ -341,6 +405,26 @@ def exact_value(node):
         return Fraction(node.value)
     parts = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
     return OPERATIONS[type(node.op)](*map(exact_value, parts))
+
+
+def checked_reward(reward_fn, text, problem, is_cut_off=False):
+    reward = 0.0
+    with errors_shown("reward_fn", text):
+        if not is_cut_off:
+            reward = float(reward_fn(text, problem))
+        if not abs(reward) < 1e38:
+            raise ValueError(f"{reward} is not finite")
+    return reward
+
+
+@contextlib.contextmanager
+def errors_shown(name, text):
+    """A mistake in the user's function shows its line and the text."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_tb(error.__traceback__.tb_next.tb_next)
+        raise UserError(f"{name}: {error!r} for the response {text[:300]!r}") from error
 
 
 def make_problem(cfg, seed, index, split="train"):
@@ -354,12 +438,18 @@ def make_problem(cfg, seed, index, split="train"):
             break
     else:
         raise UserError("n_numbers, max_number and operations allow no Countdown problem")
+    problem = {"numbers": numbers, "target": target, "operations": cfg.operations,
+               "solution": solution}
+    return problem | {"prompt": fill(cfg.prompt, problem | {
+        "numbers": " ".join(map(str, numbers)), "operations": " ".join(cfg.operations)})}
+
+
+def fill(template, fields):
     try:
-        prompt = cfg.prompt.format(numbers=" ".join(map(str, numbers)), target=target,
-                                   operations=" ".join(cfg.operations))
+        return template.format(**fields)
     except Exception as error:
-        raise UserError(f"set --prompt (braces: {{{{ }}}}): it raised {error!r}") from None
-    return {"numbers": numbers, "target": target, "solution": solution, "prompt": prompt}
+        raise UserError(f"set --prompt to a template of {', '.join(fields)} (braces: {{{{ }}}}): "
+                        f"{template!r:.60} raised {error!r}") from None
 
 
 def random_expression(rng, numbers, operations):
@@ -392,22 +482,35 @@ def read_jsonl(path, cfg):
     rows, number = [], 0
     try:
         for number, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), 1):
-            if not line.strip():
-                continue
-            row = json.loads(line)
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN
-            prompt = row.get("prompt") or cfg.prompt.format(**row)
-            answer = str(row["answer"]).rpartition("####")[2].strip()
-            turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            texts = [answer, "".join(x["content"] for x in turns), *(x["role"] for x in turns)]
-            if not all(map(str.strip, texts)) or type(row["answer"]) not in (str, int, float):
-                raise ValueError("prompt or answer is missing")
-            rows.append(row | {"prompt": prompt, "answer": answer})
-        assert rows, "no rows"
-    except Exception as error:
-        raise UserError(f"{path}, line {number}: {error!r:.200}. A task is countdown, or JSONL "
-                        "with prompt and answer (or set --prompt; braces: {{ }})") from None
+            if line.strip():
+                rows.append(read_row(json.loads(line), cfg.prompt))
+    except OSError as error:
+        raise UserError(f"a task is countdown or a JSONL file: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: {error}") from None
+    if not rows:
+        raise UserError(f"{path} has no rows")
     return rows
+
+
+def read_row(row, template):
+    """-> the row with its prompt and answer"""
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not an object with prompt and answer")
+    json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN
+    answer = str(row.get("answer")).rpartition("####")[2].strip()
+    if not answer or type(row.get("answer")) not in (str, int, float):
+        raise ValueError(f"answer must be a text or a number; the fields are {', '.join(row)}")
+    prompt = row["prompt"] if "prompt" in row else fill(template, row)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        texts = ["".join(turn["content"] for turn in turns), *(turn["role"] for turn in turns)]
+        is_good = all(map(str.strip, texts))
+    except (TypeError, KeyError):
+        is_good = False
+    if not is_good:
+        raise ValueError("prompt must be a text, or chat messages with role and content")
+    return row | {"prompt": prompt, "answer": answer}
 
 
 class Task:
@@ -427,13 +530,15 @@ class Task:
             raise UserError(f"too few rows: {len(self.training)} left, {len(held_out)} held out")
 
     def encode_rows(self, rows):
-        rows = [self.encode(row) for row in rows]
-        longest = max((len(row["prompt_ids"]) for row in rows), default=0)
-        if longest > self.cfg.max_prompt_tokens:
+        rows, limit = [self.encode(row) for row in rows], self.cfg.max_prompt_tokens
+        lengths = [len(row["prompt_ids"]) for row in rows]
+        n_long = sum(length > limit for length in lengths)
+        if n_long:
+            text = f"{n_long} of {len(rows)} prompts have more than {limit} tokens, up to {max(lengths)}"
             if self.cfg.task == "countdown":
-                raise UserError(f"too long prompts: set --max_prompt_tokens={longest} or more")
-            print(f"!!! long prompts left out: --max_prompt_tokens={longest} keeps all")
-        return [row for row in rows if len(row["prompt_ids"]) <= self.cfg.max_prompt_tokens]
+                raise UserError(f"{text}: raise max_prompt_tokens")
+            print(f"!!! left out: {text}")
+        return [row for row in rows if len(row["prompt_ids"]) <= limit]
 
     def encode(self, problem):
         rendered = render_chat(problem["prompt"], self.tokenizer)
@@ -451,8 +556,20 @@ class Task:
     def order(self, epoch):
         return np.random.default_rng([self.cfg.seed, epoch]).permutation(len(self.training))
 
+    @functools.cached_property
+    def turn_end_ids(self):
+        """Tokens in which a text of TURN_ENDS may end"""
+        ids = []
+        for token in range(len(self.tokenizer) if TURN_ENDS else 0):
+            text = self.tokenizer.decode([token])
+            starts = tuple(text[:i] for i in range(1, len(text) + 1))
+            if any(end in text or end.endswith(starts) for end in TURN_ENDS):
+                ids.append(token)
+        return ids
+
 
 def render_chat(prompt, tokenizer):
+    """-> the text that the model continues"""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     is_open = messages[-1]["role"] == "assistant"  # for the model to continue
     if tokenizer.chat_template is None:
@@ -466,13 +583,36 @@ def render_chat(prompt, tokenizer):
         raise UserError(f"the chat template refuses {messages!s:.200} ({error})") from None
 
 
+def render_reply(said, tokenizer):
+    """-> what the chat template puts between a turn of the model and its next one"""
+    messages = [{"role": role, "content": text} for role, text in (
+        ("user", "?"), ("assistant", "MODELS_TURN"), ("user", said))]
+    _, is_shown, text = render_chat(messages, tokenizer).partition("MODELS_TURN")
+    if not is_shown:
+        raise UserError("reply() needs a chat template that shows earlier turns")
+    return text
+
+
+def find_stop_ids(model, tokenizer):
+    """End tokens, and the one that closes a turn in the chat template"""
+    ends = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id).tolist()}
+    with contextlib.suppress(UserError):
+        closing = tokenizer.encode(render_reply("?", tokenizer).lstrip(), add_special_tokens=False)
+        ends |= set(closing[:1]) & tokenizer.added_tokens_decoder.keys()
+    return sorted(end for end in ends - {None} if end < model.config.vocab_size)
+
+
 def decode(tokenizer, ids, stop_ids):
-    """Special tokens such as <answer> stay."""
-    dropped = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
-    return tokenizer.decode([token for token in ids if token not in dropped])
+    """Without end tokens. Special tokens such as <answer> stay; unknown ones become U+FFFD."""
+    ends = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
+    ids, n_known = list(ids), len(tokenizer)
+    while ids and ids[-1] in ends:
+        ids.pop()
+    parts = itertools.groupby(ids, lambda token: token < n_known)
+    return "".join(tokenizer.decode(list(x)) if is_known else "\ufffd" for is_known, x in parts)
 
 
-# ---- 2. Policy: loading, LoRA, sharding, log-probs of packed rows
+# ---- 2. Policy: loading, LoRA, sharding, log-probs of rows
 
 def is_tiny(model_id):
     """The model of tiny.py, or one trained from it?"""
@@ -481,13 +621,12 @@ def is_tiny(model_id):
 
 
 def make_tiny(model_id):
-    if model_id == "tiny" and RANK == 0 and not Path("tiny").exists():
+    if model_id == "tiny" and LOCAL_RANK == 0 and not Path("tiny").exists():
         try:
             import tiny
         except ImportError as error:
             raise UserError(f"{error}: set --model_id") from None
         tiny.main()
-    gather(None)  # the other ranks wait
 
 
 def init_policy(model_id, device="cpu", gradient_checkpointing=False):
@@ -500,8 +639,7 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     for module in model.modules():  # no dropout, even in train() mode
         for key in [key for key in vars(module) if key == "p" or "drop" in key]:
             setattr(module, key, 0.0)
-    ends = np.ravel(model.generation_config.eos_token_id).tolist()
-    policy = Policy(model.to(device), sorted({tokenizer.eos_token_id, *ends} - {None}))
+    policy = Policy(model.to(device), find_stop_ids(model, tokenizer))
     choose_layout(policy)
     if gradient_checkpointing and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -509,7 +647,7 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
 
 
 def load_model(model_id):
-    """-> a causal language model with float32 weights; of a multimodal model its text part"""
+    """-> a causal language model; of a multimodal model its text part"""
     options = {"dtype": torch.float32, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(model_id, trust_remote_code=False)
     text_config = config.get_text_config(decoder=True)
@@ -526,29 +664,22 @@ def load_model(model_id):
     return model
 
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-
-
 @torch.no_grad()
 def choose_layout(policy):
-    """Pack rows if their log-probs stay the same, otherwise pad them. Refuse the model if they
-    differ from those of its own output layer in both layouts."""
-    model = policy.model
+    """Pack rows if that leaves their log-probs as they are, otherwise pad them."""
+    model, attentions = policy.model, ["packed", "sdpa", "eager"]
+    layer_types = getattr(model.config, "layer_types", None) or ()
+    if not {"full_attention", "sliding_attention"}.issuperset(layer_types):
+        attentions.remove("packed")  # convolutions, state spaces, linear attention
+    if getattr(model.config, "attn_logit_softcapping", None):
+        attentions = ["eager"]  # the others would ignore it
     ids = torch.arange(2, 66, device=policy.device).view(2, 32) % model.config.vocab_size
     ids[:, 0] = 1  # a prompt that both rows share
     labels = ids.clone()
     labels[0, 20:] = -100  # the first row is shorter
-    first, second = ids[:1, :20], ids[1:]
     model.eval().set_attn_implementation("eager")
-    wanted = torch.cat([get_response_log_probs(model, row, row)[0] for row in (first, second)])
-    # A leak between rows has about this effect, which is small if the weights are.
-    joined = torch.cat([first, second], 1)
-    effect = (get_response_log_probs(model, joined, joined)[0] - wanted).abs().max().item()
-    attentions = ["packed", "sdpa", "eager"]
-    if not ATTENTION_LAYERS.issuperset(getattr(model.config, "layer_types", None) or ()):
-        attentions.remove("packed")
-    if getattr(model.config, "attn_logit_softcapping", None):
-        attentions = ["eager"]  # the others would ignore it
+    rows = ids[:1, :20], ids[1:]
+    wanted = torch.cat([get_response_log_probs(model, row, row)[0] for row in rows])
     policy.train()
     for attention in attentions:
         try:
@@ -558,7 +689,7 @@ def choose_layout(policy):
             raise
         except Exception:  # the model does not have this attention
             continue
-        if (log_probs - wanted).abs().max() < min(1e-2, 1e-5 + effect / 10):
+        if (log_probs - wanted).abs().max() < 1e-3:
             return
     raise UserError(f"{type(model).__name__} is not supported: its log-probs differ from those of "
                     "its own output layer")
@@ -569,7 +700,7 @@ def add_lora(policy, rank, seed):
     from peft import LoraConfig, inject_adapter_in_model
     torch.manual_seed(seed)
     skipped = {policy.model.get_output_embeddings()}
-    for module in policy.model.modules():
+    for module in policy.modules():
         if hasattr(module, "A_log") and hasattr(module, "D"):  # Mamba: kernels read its weights
             skipped.update(module.children())
     names = [name for name, layer in policy.named_modules()
@@ -605,7 +736,8 @@ def compile_and_shard(policy, cfg, is_reference=False):
     for parameter in policy.parameters():
         if not parameter.requires_grad:  # buffers (positions) stay float32
             parameter.data = parameter.data.to(policy.compute_dtype)
-    layers = max((m for m in policy.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    lists = [module for module in policy.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     if cfg.compile:
         torch._dynamo.config.specialize_float = True  # a dynamic temperature compiles slowly
         for layer in layers:
@@ -640,7 +772,7 @@ def full_weights(policy):
 
 
 class Policy(torch.nn.Module):
-    """Rows in a layout -> log-probs. Weights are whole only in forward()."""
+    """Rows -> statistics of their targets. Sharded weights are whole only in forward()."""
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
@@ -653,51 +785,56 @@ class Policy(torch.nn.Module):
         return pack if self.model.config._attn_implementation == "packed" else pad
 
     def forward(self, rows, temperature=1.0, ref_hidden=None, ref_head=None, only_hidden=False):
-        """-> token_stats of the M targets. The logits never exist whole."""
+        """rows: from layout() -> token_stats of the M targets. The logits never exist whole."""
         inputs, predictors, targets = rows
-        body = getattr(self.model, "model", self.model.base_model)  # without output layer
+        body = getattr(self.model, "model", self.model.base_model)  # without the output layer
         hidden = body(**inputs, use_cache=False).last_hidden_state  # [B, L, H]
         hidden = hidden.flatten(0, 1).index_select(0, predictors)  # [M, H]
         if only_hidden:
             return hidden
-        head = output_layer(self.model)
+        head, chunks = Head.of(self.model), []
         size = max(1, LOGITS_PER_CHUNK // len(head.weight))
-        parts = zip(*(x.split(size) for x in (hidden, targets, ref_hidden) if x is not None))
-        # The backward pass computes the logits again.
-        chunks = [checkpoint(self.chunk_stats, head, ref_head, temperature, *part,
-                             use_reentrant=False) for part in parts]
+        for start in range(0, max(1, len(hidden)), size):
+            part = slice(start, start + size)
+            ref_part = None if ref_hidden is None else ref_hidden[part]
+            # The backward pass computes the logits again.
+            chunks.append(checkpoint(self.chunk_stats, hidden[part], targets[part], head,
+                                     temperature, ref_part, ref_head, use_reentrant=False))
         return [torch.cat(pieces) for pieces in zip(*chunks)]
 
 
+LIMIT = 20.0  # largest log-ratio, and logged k3
+LOGITS_PER_CHUNK = 2**28  # 1 GiB of float32
+
+
 class Head(NamedTuple):
-    """An output layer. The logits are capped by cap * tanh(logits / cap)."""
+    """An output layer"""
     weight: torch.Tensor  # [V, H]
     bias: torch.Tensor  # [V], or None
-    scale: float
-    cap: float  # 0: none
+    scale: float  # Cohere, Granite, Falcon-H1
+    cap: float  # Gemma, nanochat; 0: none
+
+    @classmethod
+    def of(cls, model):
+        config, layer = model.config, model.get_output_embeddings()
+        scale = (getattr(config, "logit_scale", 1.0) * getattr(config, "lm_head_multiplier", 1.0)
+                 / getattr(config, "logits_scaling", 1.0))
+        cap = getattr(config, "final_logit_softcapping", None) or 0.0
+        return cls(layer.weight, getattr(layer, "bias", None), scale, cap)
 
     def logits(self, hidden):
         logits = upcast(F.linear(hidden, self.weight, self.bias)) * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
 
-def output_layer(model):
-    config, layer = model.config, model.get_output_embeddings()
-    scale = 1.0
-    for name, power in {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}.items():
-        scale *= (getattr(config, name, None) or 1.0) ** power
-    cap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
-    return Head(layer.weight, getattr(layer, "bias", None), scale, cap or 0.0)
-
-
-def chunk_stats(head, ref_head, temperature, hidden, targets, ref_hidden=None):
+def chunk_stats(hidden, targets, head, temperature, ref_hidden=None, ref_head=None):
     ref_logits = None if ref_hidden is None else ref_head.logits(ref_hidden) / temperature
     return token_stats(head.logits(hidden) / temperature, targets, ref_logits)
 
 
 def token_stats(logits, targets, ref_logits=None):
-    """-> log-probs of the targets, entropy; with a reference also its log-probs, exact KL: each
-    [M], from float32 logits [M, V]. Tokens with logit -inf add 0."""
+    """float32 logits [M, V] -> log-probs of the targets, entropy; with a reference also its
+    log-probs, exact KL: each [M]. Tokens with logit -inf add 0."""
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
     with torch.no_grad():
@@ -719,13 +856,13 @@ def upcast(tensor):
 def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None):
     """token_stats of the tokens in the mask: each [B, T], 0 elsewhere"""
     if isinstance(model, Policy):
-        rows, reference = model.layout(input_ids, labels, mask, model.device), ()
+        rows = model.layout(input_ids, labels, mask, model.device)
+        ref_hidden = ref_head = None
         if ref_model is not None:
             with torch.no_grad(), adapters_off(ref_model):
-                head = output_layer(ref_model.model)
-                head = head._replace(weight=full(head.weight.to(model.device)))
-                reference = ref_model(rows, only_hidden=True), head
-        stats = model(rows, temperature, *reference)
+                ref_hidden, ref_head = ref_model(rows, only_hidden=True), Head.of(ref_model.model)
+                ref_head = ref_head._replace(weight=full(ref_head.weight.to(model.device)))
+        stats = model(rows, temperature, ref_hidden, ref_head)
     else:
         ref_logits = None
         if ref_model is not None:
@@ -738,7 +875,9 @@ def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=No
 
 def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temperature=1.0):
     """log pi(labels[b, t] | input_ids[b, :t + 1]) -> [B, T], 0 outside the mask"""
-    mask = (labels >= 0) & (True if response_mask is None else response_mask.bool())
+    mask = labels >= 0
+    if response_mask is not None:
+        mask = mask & response_mask.bool()
     return response_stats(model, input_ids, labels, mask, temperature)[0]
 
 
@@ -752,46 +891,56 @@ def to_device(tensor, device):
 def pack(input_ids, labels, mask, device):
     """Lay rows end to end; a prompt shared by neighbours only once. -> (model inputs,
     predictors [M]: slot before each target, targets [M]: response tokens)"""
-    ids, positions, key_slots, lengths, predictors, prompt = [], [], [], [], [], None
-    for row, places in zip(input_ids.tolist(), map(np.flatnonzero, mask.cpu().numpy())):
+    ids = []  # [N], all tokens
+    positions = []  # [N], of each token in its row
+    predictors = []  # [M]
+    key_slots = []  # [K], of each row's tokens, the shared prompt included
+    n_keys = []  # [R], tokens of each row
+    n_queries = []  # [R], without the shared prompt
+    prompt = None
+    for row, is_target in zip(input_ids.tolist(), mask.cpu().numpy()):
+        places = np.flatnonzero(is_target)
         if len(places) == 0:
             continue
-        n_prompt, end = places[0] + 1, places[-1] + 1
-        if row[:n_prompt] != prompt:
-            prompt, shared = row[:n_prompt], []
+        prompt_length, end = places[0] + 1, places[-1] + 1
+        if row[:prompt_length] != prompt:
+            prompt, shared = row[:prompt_length], []
         begin = len(shared)
         slots = [*shared, *range(len(ids), len(ids) + end - begin)]
-        shared = slots[:n_prompt]
+        shared = slots[:prompt_length]
         predictors += [slots[place] for place in places]
-        if begin < end:  # else the shared prompt predicts the only target
+        if begin < end:  # otherwise the shared prompt predicts the only target
             ids += row[begin:end]
             positions += range(begin, end)
             key_slots += slots
-            lengths.append((end - begin, end))  # of queries, of keys
+            n_keys.append(end)
+            n_queries.append(end - begin)
     if not ids:
         # Every rank must run the model: without rows, on a dummy token.
-        ids, positions, key_slots, lengths = [0], [0], [0], [(1, 1)]
-    query_starts, key_starts = np.cumsum([(0, 0), *lengths], axis=0).T
-    inputs = {"input_ids": [ids], "position_ids": [positions],  # [1, N]
-              "key_slots": key_slots,  # [K], each row's tokens, prompt included
-              "query_starts": query_starts, "key_starts": key_starts, "predictors": predictors}
-    for name, numbers in inputs.items():
-        inputs[name] = to_device(torch.tensor(numbers, dtype=torch.int32), device)
-    inputs["longest"] = int(np.max(lengths))
-    return inputs, inputs.pop("predictors"), to_device(labels[mask], device)
+        ids, positions, key_slots, n_keys, n_queries = [0], [0], [0], [1], [1]
+    numbers = {"input_ids": [ids], "position_ids": [positions], "key_slots": key_slots,
+               "key_starts": np.cumsum([0, *n_keys]), "query_starts": np.cumsum([0, *n_queries]),
+               "predictors": predictors}
+    inputs = {name: to_device(torch.tensor(values, dtype=torch.int32), device)
+              for name, values in numbers.items()}
+    predictors = inputs.pop("predictors")
+    return inputs | {"longest": int(max(n_keys))}, predictors, to_device(labels[mask], device)
 
 
 def pad(input_ids, labels, mask, device):
-    """Rows with targets, cut to the longest. Every layer is causal, so what follows a row does not
-    change it. -> as pack()"""
+    """Rows with targets, cut to the longest: as every layer is causal, no mask is needed.
+    -> as pack()"""
     is_used, columns = mask.any(1), mask.any(0).nonzero()
     if len(columns):
         ids = input_ids[is_used, :columns.max() + 1]
     else:
         ids = torch.zeros(1, 1, dtype=torch.long)  # as in pack()
     predictors = mask[is_used, :ids.shape[1]].flatten().nonzero()[:, 0]
-    return ({"input_ids": to_device(ids, device)}, to_device(predictors, device),
-            to_device(labels[mask], device))
+    ids, predictors, targets = (to_device(x, device) for x in (ids, predictors, labels[mask]))
+    return {"input_ids": ids}, predictors, targets
+
+
+PLAIN_OPTIONS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 
 
 def packed_attention(module, query, key, value, attention_mask, *, key_slots, query_starts,
@@ -805,34 +954,32 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
     if q.is_cuda and q.dtype == torch.bfloat16:
         window = (sliding_window or 0) - 1
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
-                          scale=scaling, window_size=(window, 0), **GROUPED_HEADS)
+                          scale=scaling, window_size=(window, 0), enable_gqa=True)
         return out[None], None
     # No flash attention: whole rows, padded at the end
-    n_keys, n_queries = (x.diff()[:, None] for x in (key_starts, query_starts))  # [R, 1]
+    n_keys, n_queries = key_starts.diff()[:, None], query_starts.diff()[:, None]  # [R, 1]
     place = torch.arange(longest, device=q.device)  # [L]
     is_key = place < n_keys  # [R, L]
+    is_query = is_key & (place >= n_keys - n_queries)  # [R, L]
     slots = key_slots.new_zeros(is_key.shape).masked_scatter(is_key, key_slots)
     q, k, v = (x[slots].transpose(1, 2) for x in (q, k, v))  # [R, heads, L, d]
     distance = place[:, None] - place  # [L, L]
     sees = (distance >= 0) & (distance < (sliding_window or math.inf))
     out = F.scaled_dot_product_attention(q, k, v, sees, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2)[None, is_key & (place >= n_keys - n_queries)], None
+    return out.transpose(1, 2)[is_query][None], None
 
 
-LOGITS_PER_CHUNK = 2**28  # 1 GiB of float32
-PLAIN_OPTIONS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 AttentionInterface.register("packed", packed_attention)
-# torch 2.11 has no enable_gqa argument.
-GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
 
 
-# ---- 3. Sampler: vLLM in this process, or plain torch
+# ---- 3. Sampler: vLLM in this process, or plain torch; turns
 
 class Response(NamedTuple):
     ids: list  # the end token included
     logps: list = ()  # the sampler's log-prob of each
     mask: list = None  # which tokens the model chose; None: all
-    finished: bool = True  # False: cut off at max_tokens
+    finished: bool = True  # False: cut off at max_tokens or max_turns
+    problem: dict = None  # with its turns, if there is a reply()
 
 
 def init_vllm(policy, cfg):
@@ -840,28 +987,25 @@ def init_vllm(policy, cfg):
     context = getattr(policy.model.config, "max_position_embeddings", math.inf)
     if cfg.max_prompt_tokens + cfg.max_tokens > context:
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
-    llm = error = None
-    is_missing = True
+    llm, failure, is_missing = None, "", False
     if cfg.use_vllm:
         print("starting vLLM ...")
         try:
             llm = start_vllm(policy, cfg)
             load_policy_into_vllm_instance(policy, llm)
-        except Exception as caught:
-            error = " ".join(repr(caught).split())[:400]
+            gc.freeze()  # collecting vLLM's objects is slow
+        except Exception as error:
+            failure = " ".join(repr(error).split())[:400]
             # Not installed, or built for another torch
-            is_missing = isinstance(caught, (ImportError, OSError)) or "'_C'" in error
-    failures = [outcome for outcome in gather((error, is_missing)) if outcome[0]]
-    for error, is_missing in failures:
-        if not is_missing:
-            raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {error}. Set "
-                            "--use_vllm=False, or change gpu_mem_util if it is about memory")
-    if failures:
-        print(f"!!! vLLM cannot be used here, torch samples: {failures[0][0]:.150}")
-    if failures or not cfg.use_vllm:
+            is_missing = isinstance(error, (ImportError, OSError)) or "'_C'" in failure
+    failure, is_missing = max(gather((failure, is_missing)))
+    if failure and not is_missing:
+        raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. Set "
+                        "--use_vllm=False, or change gpu_mem_util if it is about memory")
+    if failure:
+        print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
+    if failure or not cfg.use_vllm:
         llm, cfg.vllm_sleep = TorchSampler(policy), False
-    else:
-        gc.freeze()  # collecting vLLM's objects is slow
     return llm
 
 
@@ -870,11 +1014,11 @@ def start_vllm(policy, cfg):
     length = cfg.max_prompt_tokens + cfg.max_tokens
     if cfg.device == "cuda":
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
-                   "enable_sleep_mode": cfg.vllm_sleep, "enforce_eager": cfg.enforce_eager,
+                   "enable_sleep_mode": cfg.vllm_sleep,
                    # Starts in seconds, as fast as compiled
                    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     else:
-        # Chunked prefill breaks seeds on a CPU; without it a prompt must fit into a batch, and only
+        # Chunked prefill breaks seeds on a CPU. Without it a prompt must fit into a batch, and only
         # attention can have a prefix cache.
         options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
                    "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, length),
@@ -912,20 +1056,136 @@ def load_policy_into_vllm_instance(policy, llm):
         raise RunFailed("vLLM kept its prefix cache")
 
 
+def check_agreement(metrics, details, cfg, step):
+    """Sampler and trainer must agree; reference and policy before any update."""
+    gap, cpu = metrics.get("rollout/logp_gap_mean", 0.0), cfg.device == "cpu"
+    if gap > (2e-3 if cpu else 0.1 if step == 1 else 0.3):
+        raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive, "
+                        "or it computes this model differently (--use_vllm=False)")
+    if step == 1 and (kl := details[0]["kl_mean"]) > (1e-6 if cpu else 2e-3):
+        raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
+
+
 def init_sampling_params(cfg, n, stop_ids):
-    """For vllm.SamplingParams. logprobs=0: of the sampled token only."""
+    """-> arguments of vllm.SamplingParams. logprobs=0: of the sampled token only"""
     return {"n": n, "temperature": cfg.temperature, "min_tokens": cfg.min_tokens,
             "max_tokens": cfg.max_tokens, "stop_token_ids": stop_ids, "logprobs": 0,
             "flat_logprobs": True, "detokenize": False}
 
 
+def collect(llm, task, params, cfg, state, seconds):
+    """Sample and grade this rank's share of a step -> problem, Response, text, reward of each"""
+    n_prompts = cfg.rollout_batch_size // cfg.group_size
+    indices, first = share(range(state.next_problem, state.next_problem + n_prompts))
+    problems = [task.problem(index) for index in indices]
+    started = now()
+    responses = on_all_ranks(roll_out, llm, task, problems, params, cfg.seed, state.step + 1, first)
+    sampled = now()
+    problems, texts, rewards = on_all_ranks(grade, task, problems, responses, params, reward_fn)
+    seconds |= {"rollout": sampled - started, "reward": now() - sampled}
+    state.next_problem += n_prompts
+    return problems, responses, texts, torch.tensor(rewards)
+
+
+def grade(task, problems, responses, params, reward_fn):
+    """-> for each response: its problem with the turns, what the model said, its reward"""
+    graded, texts, cut_off = [], [], []
+    for problem, response in zip(repeat(problems, params["n"]), responses, strict=True):
+        text = decode(task.tokenizer, response.ids, params["stop_token_ids"])
+        problem = response.problem or problem | {"turns": [{"role": "assistant", "content": text}]}
+        said = [turn["content"] for turn in problem["turns"] if turn["role"] == "assistant"]
+        graded.append(problem)
+        texts.append("\n".join(said))
+        cut_off.append(not (response.finished or task.cfg.reward_truncated))
+    rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
+    return graded, texts, rewards
+
+
+def roll_out(llm, task, problems, params, seed, step, first=0):
+    """-> n Responses to each problem, in turns if there is a reply()"""
+    prompts, n = [problem["prompt_ids"] for problem in problems], params["n"]
+    if reply is None:
+        return rollout_with_vllm(llm, prompts, params, seed, step, first)
+    games = [Game(i, problem, task, params) for i, problem in enumerate(repeat(problems, n), first * n)]
+    params = params | {"stop_token_ids": params["stop_token_ids"] + task.turn_end_ids}
+    parts, active = rollout_with_vllm(llm, prompts, params, seed, step, first), games
+    params = params | {"n": 1, "min_tokens": 0}
+    for turn in itertools.count(2):
+        asking = [game for game, part in zip(active, parts) if game.add(part)]
+        with ThreadPoolExecutor(32) as pool:  # a reply may take time
+            for game, said in zip(asking, pool.map(Game.ask, asking)):
+                game.hear(said)
+        active = [game for game in active if not game.is_over]
+        if not active:
+            return [Response(x.ids, x.logps, x.mask, x.finished, x.problem) for x in games]
+        room = max(game.room() for game in active)
+        seeds = [random.Random(f"{seed}/{step}/{game.index}/{turn}").getrandbits(48) for game in active]
+        parts = sample(llm, [game.problem["prompt_ids"] + game.ids for game in active],
+                       params | {"max_tokens": room}, seeds)
+
+
+class Game:
+    """A response in turns"""
+
+    def __init__(self, index, problem, task, params):
+        self.index, self.task, self.params = index, task, params
+        self.problem = problem | {"turns": []}  # a copy: reply() may keep things in it
+        self.ids, self.logps, self.mask, self.turn_start = [], [], [], 0
+        self.is_over = self.finished = False
+
+    def room(self):
+        return self.params["max_tokens"] - len(self.ids)
+
+    def extend(self, ids, logps, is_chosen):
+        ids, logps = ids[:self.room()], logps[:self.room()]
+        self.ids += ids
+        self.logps += logps
+        self.mask += [is_chosen] * len(ids)
+        self.is_over = self.room() == 0
+
+    def add(self, part):
+        """What the model wrote -> is it a whole turn?"""
+        self.extend(part.ids, list(part.logps), True)
+        stop_ids = self.params["stop_token_ids"]
+        text = decode(self.task.tokenizer, self.ids[self.turn_start:], stop_ids)
+        self.is_message = self.ids[-1] in stop_ids
+        has_ended = self.is_message or any(end in text for end in TURN_ENDS)
+        if has_ended or self.is_over:
+            self.problem["turns"].append({"role": "assistant", "content": text})
+        return has_ended
+
+    def ask(self):
+        text = self.problem["turns"][-1]["content"]
+        with errors_shown("reply", text):
+            said = reply(self.problem, text)
+            if not isinstance(said, str | None):
+                raise TypeError(f"{said!r} is neither a text nor None")
+        return said
+
+    def hear(self, said):
+        turns, tokenizer = self.problem["turns"], self.task.tokenizer
+        self.finished = said is None
+        self.is_over |= self.finished or len(turns) == 2 * self.task.cfg.max_turns - 1
+        if not self.is_over:
+            turns.append({"role": "environment", "content": said})
+            if self.is_message:  # its end token is there already
+                said = render_reply(said, tokenizer).removeprefix(tokenizer.decode(self.ids[-1:]))
+            ids = tokenizer.encode(said, add_special_tokens=False)
+            self.extend(ids, [0.0] * len(ids), False)
+            self.turn_start = len(self.ids)
+
+
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
-    """-> n Responses to each prompt; `first` prompts are on lower ranks"""
-    if not prompts:
-        return []
+    """-> n Responses to each prompt, in one turn; `first` prompts are on lower ranks"""
     # A seed per prompt; its i-th response gets seed + i.
     seeds = [random.Random(f"{seed}/{step}/{i}").getrandbits(48)
              for i, _ in enumerate(prompts, first)]
+    return sample(llm, prompts, params, seeds)
+
+
+def sample(llm, prompts, params, seeds):
+    if not prompts:
+        return []
     if isinstance(llm, TorchSampler):
         return llm.generate(prompts, params, seeds)
     from vllm import SamplingParams
@@ -939,6 +1199,8 @@ CACHE_LIMIT = 2**17  # tokens in a batch
 
 
 class TorchSampler:
+    """A copy of the model with a cache, for where there is no vLLM"""
+
     def __init__(self, policy):
         config = copy.deepcopy(policy.model.config)
         attention = "sdpa" if policy.layout is pack else config._attn_implementation
@@ -957,8 +1219,8 @@ class TorchSampler:
             return (self.generate(prompts[:half], params, seeds[:half])
                     + self.generate(prompts[half:], params, seeds[half:]))
         draws = [np.random.default_rng(seed + i).random(limit) for seed in seeds for i in range(n)]
-        uniform = torch.tensor(np.array(draws), device=device)
-        ids = torch.tensor([[-1] * (width - len(p)) + p for p in prompts], device=device)
+        uniform = torch.tensor(np.array(draws), device=device)  # [P * n, limit]
+        ids = torch.tensor([[-1] * (width - len(p)) + p for p in prompts], device=device)  # [P, W]
         mask, ids = (ids >= 0).long(), ids.clamp(min=0)
         tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
         is_done = torch.tensor(False, device=device)
@@ -993,91 +1255,93 @@ def repeat(items, n):
     return [item for item in items for _ in range(n)]
 
 
-def checked_reward(reward_fn, response, truth):
-    try:
-        reward = float(reward_fn(response, truth))
-        if not abs(reward) < 1e38:
-            raise ValueError(f"{reward} is not finite")
-        return reward
-    except Exception as error:
-        traceback.print_tb(error.__traceback__.tb_next)  # the lines of reward_fn
-        raise UserError(f"reward_fn: {error!r} for the response {response[:300]!r}") from error
+def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
+    """A reward minus the mean of its group -> [N]. The responses to a prompt are neighbours."""
+    groups = rewards.view(-1, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if normalize_by_std:
+        advantages /= groups.std(1, keepdim=True) + eps
+    # Equal rewards: exactly 0, not noise / tiny std
+    is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
+    return torch.where(is_flat, 0.0, advantages).flatten()
 
 
 def compute_group_normalized_advantages(rollout_responses, repeated_ground_truths, reward_fn,
                                         group_size, advantage_eps, normalize_by_std):
-    """-> (advantages [N], rewards [N], metadata). The responses to a prompt are neighbours."""
+    """-> (advantages [N], rewards [N], metadata). train() takes these steps one by one."""
     if group_size < 2 or len(rollout_responses) % group_size:
         raise UserError(f"group_size={group_size}: at least 2, a divisor of the responses")
     pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
     rewards = torch.tensor([checked_reward(reward_fn, *pair) for pair in pairs])
-    groups = rewards.view(-1, group_size)
-    advantages = groups - groups.mean(1, keepdim=True)
-    if normalize_by_std:
-        advantages /= groups.std(1, keepdim=True) + advantage_eps
-    # Equal rewards: exactly 0, not noise / tiny std
-    is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
+    advantages = group_advantages(rewards, group_size, normalize_by_std, advantage_eps)
     metadata = {key: getattr(rewards, key)().item() for key in ("mean", "std", "max", "min")
                 if len(rewards)}
-    return torch.where(is_flat, 0.0, advantages).flatten(), rewards, metadata
+    return advantages, rewards, metadata
 
 
 def make_batch(prompts, responses, min_tokens=0):
-    """-> [B, T] tensors in host memory, padded on the right. mask: labels that the model chose"""
+    """-> [B, T] tensors in host memory, padded on the right. Labels are the next input_ids."""
     lengths = [len(p) + len(r.ids) for p, r in zip(prompts, responses, strict=True)]
     tokens = torch.zeros(len(prompts), max(lengths, default=2), dtype=torch.long)
-    mask, sampled = torch.zeros_like(tokens).bool(), torch.full(tokens.shape, math.nan)
+    mask = torch.zeros_like(tokens).bool()  # tokens that the model chose
+    sampled = torch.zeros(tokens.shape)  # the sampler's log-probs
+    is_known = torch.zeros_like(mask)
     for b, (prompt, response, end) in enumerate(zip(prompts, responses, lengths)):
+        start = len(prompt)
         tokens[b, :end] = torch.tensor(prompt + response.ids)
-        mask[b, len(prompt):end] = torch.tensor(response.mask or True)
-        # EOS is banned before min_tokens: the log-probs there are not the policy's.
-        if known := response.logps[min_tokens:]:
-            sampled[b, len(prompt) + min_tokens:end] = torch.tensor(known)
+        mask[b, start:end] = True if response.mask is None else torch.tensor(response.mask)
+        if len(response.logps):
+            sampled[b, start:end] = torch.tensor(response.logps)
+            # EOS is banned before min_tokens: the log-probs there are not the policy's.
+            is_known[b, start + min_tokens:end] = True
     return SimpleNamespace(
-        input_ids=tokens[:, :-1], labels=tokens[:, 1:], mask=mask[:, 1:], lengths=lengths,
-        rollout_log_probs=sampled[:, 1:], old_log_probs=None, ref_log_probs=None, prompts=prompts)
+        input_ids=tokens[:, :-1], labels=tokens[:, 1:], response_mask=mask[:, 1:],
+        rollout_log_probs=sampled[:, 1:], rollout_mask=is_known[:, 1:], prompts=prompts,
+        lengths=lengths)
 
 
 def select(batch, rows):
-    return SimpleNamespace(**{name: value[rows] if torch.is_tensor(value) else None
-                              for name, value in vars(batch).items()})
+    """-> {name: tensor} for grpo_microbatch_step"""
+    return {name: value[rows] for name, value in vars(batch).items() if torch.is_tensor(value)}
 
 
-def make_minibatches(cfg, step, first, n_rows):
-    """This rank's rows of each optimizer step; `first` rows are on lower ranks."""
+def make_minibatches(cfg, step, n_rows):
+    """This rank's rows of each optimizer step"""
+    counts = gather(n_rows)
+    first = sum(counts[:RANK])  # rows on lower ranks
     for epoch in range(cfg.inner_epochs):
-        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(cfg.rollout_batch_size)
+        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sum(counts))
         for rows in np.array_split(order - first, cfg.n_minibatches):
             yield sorted(rows[(0 <= rows) & (rows < n_rows)].tolist())
 
 
-def make_microbatches(batch, rows, cfg, layout=None):
-    """-> lists of rows, of at most about tokens_per_microbatch tokens; equally many on all ranks"""
-    parts = split_padded(batch, rows, cfg) if layout is pad else split_packed(batch, rows, cfg)
+def make_microbatches(batch, rows, cfg, layout):
+    """-> lists of rows, at most about tokens_per_microbatch each; equally many on all ranks"""
+    split = split_padded if layout is pad else split_packed
+    parts = split(batch, rows, cfg.tokens_per_microbatch, cfg.gradient_accumulation_steps)
     return parts + [[]] * (max(gather(len(parts))) - len(parts))
 
 
-def split_packed(batch, rows, cfg):
+def split_packed(batch, rows, limit, n_least):
     """Neighbouring rows, similar in tokens"""
     sizes = [batch.lengths[row] for row in rows]
     for i in range(1, len(rows)):
         if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:  # counted once
             sizes[i] -= len(batch.prompts[rows[i]])
     total, parts = sum(sizes), {}
-    n_parts = max(math.ceil(total / cfg.tokens_per_microbatch), cfg.gradient_accumulation_steps)
+    n_parts = max(math.ceil(total / limit), n_least)
     for row, size, end in zip(rows, sizes, np.cumsum(sizes)):
         part = int((end - size / 2) / total * n_parts)  # by the middle of the row
         parts.setdefault(part, []).append(row)
     return [*parts.values()]
 
 
-def split_padded(batch, rows, cfg):
-    """Rows of similar length: each is as wide as the longest of its part"""
-    rows = sorted(rows, key=lambda row: -batch.lengths[row])
-    n_most = math.ceil(len(rows) / cfg.gradient_accumulation_steps)
-    parts = []
+def split_padded(batch, rows, limit, n_least):
+    """Rows of similar length: all of a part are as wide as its first"""
+    rows, parts = sorted(rows, key=lambda row: -batch.lengths[row]), []
+    n_most = math.ceil(len(rows) / n_least)
     while rows:
-        n = min(n_most, max(1, cfg.tokens_per_microbatch // batch.lengths[rows[0]]))
+        n = min(n_most, max(1, limit // batch.lengths[rows[0]]))
         parts.append(rows[:n])
         rows = rows[n:]
     return parts
@@ -1086,81 +1350,95 @@ def split_padded(batch, rows, cfg):
 @torch.no_grad()
 def score(model, batch, cfg):
     """-> log-probs [B, T]"""
-    log_probs = torch.zeros(batch.mask.shape, device=model.device)
+    log_probs = torch.zeros(batch.labels.shape, device=model.device)
     for rows in make_microbatches(batch, range(len(batch.lengths)), cfg, model.layout):
-        inputs = (x[rows] for x in (batch.input_ids, batch.labels, batch.mask))
+        inputs = (x[rows] for x in (batch.input_ids, batch.labels, batch.response_mask))
         log_probs[rows] = response_stats(model, *inputs, cfg.temperature)[0]
     return log_probs
 
 
-LIMIT = 20.0  # largest log-ratio, and logged k3
+def grpo_microbatch_step(
+        policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps,
+        clip_range, loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *,
+        old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3",
+        **loss_options):
+    """Forward, loss, backward -> (part of the step's loss, metadata). divisor: of the whole step;
+    loss_options: of compute_loss"""
+    mask = response_mask.bool() & (labels >= 0)
+    if divisor is None:
+        divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
+    needs_reference = kl_coef and (ref_log_probs is None or kl_estimator == "exact")
+    log_probs, entropy, *ref_stats = response_stats(
+        policy, input_ids, labels, mask, temperature, ref_model if needs_reference else None)
+    exact_kl = None
+    if ref_stats:
+        ref_log_probs, exact_kl = ref_stats
+    if old_log_probs is None:  # the first update on these responses
+        old_log_probs = log_probs
+    mask = to_device(mask, log_probs.device)
+    loss, metadata = compute_loss(
+        advantages_per_seq, log_probs, old_log_probs, clip_range, ref_log_probs, kl_coef,
+        response_mask=mask, kl_estimator=kl_estimator, exact_kl=exact_kl, **loss_options)
+    if loss_type == "grpo":
+        loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
+    loss = loss.sum() / max(divisor, 1e-9)
+    # Read before backward(): it waits for the forward pass only.
+    metadata["loss"] = loss.item()
+    metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
+    loss.backward()
+    return loss.detach(), metadata
+
+
 WEIGHT_CAP = 10.0  # largest weight pi/old of a KL term
 MISMATCH_CAP = 2.0  # largest weight old/sampler of a token
-ESTIMATORS = ("k1", "k2", "k3", "exact")
-
-
-def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
-    """Per sampled token: k1 = l, k2 = l^2 / 2, k3 = e^-l - 1 + l, where l = log pi - log ref.
-    is_weighted: the caller multiplies by rho = pi/old, as a constant. The gradient of rho adds
-    the value to the slope, here: for k3 that leaves l. (k2's slope is right without.)"""
-    policy, ref = upcast(policy_log_probs), upcast(ref_log_probs)
-    log_ratio = (policy - ref).detach().clamp(-LIMIT, LIMIT)
-    if estimator == "k1":
-        value = log_ratio
-        slope = log_ratio + 1 if is_weighted else torch.ones_like(log_ratio)
-    elif estimator == "k2":
-        value = log_ratio**2 / 2
-        slope = log_ratio
-    elif estimator == "k3":
-        value = torch.expm1(-log_ratio) + log_ratio
-        slope = log_ratio if is_weighted else -torch.expm1(-log_ratio)
-    else:
-        raise UserError(f"kl_estimator: one of {', '.join(ESTIMATORS)} (needs the reference model)")
-    # Explicit: autograd would overflow, or be 0 beyond the clamp.
-    return value + slope * (policy - policy.detach())
 
 
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
                  kl_coef=0.0, *, response_mask=None, kl_estimator="k3", kl_importance_weight=True,
-                 kl_in="loss", clip_range_high=None, rollout_log_probs=None, exact_kl=None):
+                 kl_in="loss", clip_range_high=None, rollout_log_probs=None, rollout_mask=None,
+                 exact_kl=None):
     """PPO's clipped loss + kl_coef * KL -> (loss [B, T], metadata). advantages: [B] or [B, T]"""
-    mask = (torch.ones_like(policy_log_probs) if response_mask is None else response_mask).bool()
-    policy, old = masked(policy_log_probs, mask), masked(old_log_probs, mask).detach()
+    if response_mask is None:
+        response_mask = torch.ones_like(policy_log_probs)
+    mask = response_mask.bool()
+    log_pi, log_old = masked(policy_log_probs, mask), masked(old_log_probs, mask).detach()
     advantages = masked(advantages[:, None] if advantages.dim() == 1 else advantages, mask)
-    log_ratio = (policy - old).detach().clamp(-LIMIT, LIMIT)
-    rho = log_ratio.exp()
-    stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio, "ratio_mean": rho, "ratio_max": rho}
+    log_ratio = (log_pi - log_old).clamp(max=LIMIT)  # exp() must not overflow
+    ratio = log_ratio.exp()
+    weight = ratio.detach().clamp(max=WEIGHT_CAP)
+    stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio, "ratio_mean": ratio,
+             "ratio_max": ratio}
 
-    kl_term = 0.0
+    kl = 0.0
     if kl_coef and ref_log_probs is not None:
-        ref, weight = masked(ref_log_probs, mask), rho.clamp(max=WEIGHT_CAP)
+        log_ref = masked(ref_log_probs, mask)
         # The KL that is logged: weighted off-policy, capped so that no token dominates.
-        kl_seen = weight * compute_kl_divergence(policy, ref, "k3").clamp(max=LIMIT)
+        kl_seen = weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
         if kl_in != "loss":
             if (kl_in, kl_estimator) != ("reward", "k1"):
                 raise UserError("kl_in: loss, or reward with kl_estimator=k1")
             # A token pays for its own k1 and that of all tokens after it.
-            kl_term = compute_kl_divergence(policy, ref, "k1").detach()
-            advantages = advantages - kl_coef * kl_term.flip(1).cumsum(1).flip(1)
+            kl = compute_kl_divergence(log_pi, log_ref, "k1").detach()
+            advantages = advantages - kl_coef * kl.flip(1).cumsum(1).flip(1)
         elif kl_estimator == "exact" and exact_kl is not None:
-            kl_term = kl_seen = masked(exact_kl, mask)
+            kl = kl_seen = masked(exact_kl, mask)
+        elif kl_importance_weight:
+            kl = weight * compute_kl_divergence(log_pi, log_ref, kl_estimator, is_weighted=True)
         else:
-            kl_term = compute_kl_divergence(policy, ref, kl_estimator, kl_importance_weight)
-            kl_term = kl_term * (weight if kl_importance_weight else 1.0)
-        stats |= {
-            "kl_penalty_mean": kl_term, "kl_mean": kl_seen, "kl_max": kl_seen, "kl_min": kl_seen,
-            "policy_logp_mean": policy, "ref_logp_mean": ref.clamp(min=-1e4)}
+            kl = compute_kl_divergence(log_pi, log_ref, kl_estimator)
+        stats |= {"kl_penalty_mean": kl, "kl_mean": kl_seen, "kl_max": kl_seen, "kl_min": kl_seen,
+                  "policy_logp_mean": log_pi, "ref_logp_mean": log_ref.clamp(min=-1e4)}
 
-    # policy - policy.detach() is 0, with the gradient of log pi.
-    ratio = rho * (1 + (policy - policy.detach()))
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + (clip_range_high or clip_range)) * advantages
-    loss = -torch.minimum(plain, clipped)
     stats["clip_fraction"] = clipped < plain
+    loss = -torch.minimum(plain, clipped)
     if kl_in == "loss":
-        loss = loss + kl_coef * kl_term
+        loss = loss + kl_coef * kl
     if rollout_log_probs is not None:
-        gap = (old - masked(rollout_log_probs, mask)).nan_to_num(0.0)  # NaN: unknown
+        gap = log_old - masked(rollout_log_probs, mask)
+        if rollout_mask is not None:
+            gap = torch.where(to_device(rollout_mask, gap.device), gap, 0)
         loss = loss * gap.exp().clamp(max=MISMATCH_CAP)
         stats["logp_gap_mean"] = stats["logp_gap_max"] = gap.abs()
     return torch.where(mask, loss, 0), summarize(stats, mask)
@@ -1171,25 +1449,59 @@ def masked(tensor, mask):
     return torch.where(mask, upcast(to_device(tensor, mask.device)), 0)
 
 
-# metric: its name in the metadata of a microbatch
-SCALARS = {
-    "train/entropy": "entropy", "train/clip_fraction": "clip_fraction",
-    "train/approx_kl": "approx_kl", "train/kl_penalty": "kl_penalty_mean",
-    "rollout/logp_gap_mean": "logp_gap_mean", "rollout/logp_gap_max": "logp_gap_max",
-    "kl/mean": "kl_mean", "kl/max": "kl_max", "kl/min": "kl_min",
-    "kl/policy_logp_mean": "policy_logp_mean", "kl/ref_logp_mean": "ref_logp_mean"}
+ESTIMATORS = ("k1", "k2", "k3", "exact")
+
+
+def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
+    """Per sampled token, where l = log pi - log ref, within +-LIMIT. is_weighted: the caller
+    multiplies by rho = pi/old, a constant. The gradient of rho is then part of the slope.
+
+        estimator  value          slope     slope of rho * value, / rho
+        k1         l              1         l + 1
+        k2         l^2 / 2        l         l (that of rho left out)
+        k3         e^-l - 1 + l   1 - e^-l  l
+    """
+    log_pi, log_ref = upcast(policy_log_probs), upcast(ref_log_probs)
+    l = (log_pi - log_ref).detach().clamp(-LIMIT, LIMIT)
+    if estimator == "k1":
+        value = l
+        slope = l + 1 if is_weighted else torch.ones_like(l)
+    elif estimator == "k2":
+        value = l**2 / 2
+        slope = l
+    elif estimator == "k3":
+        value = torch.expm1(-l) + l
+        slope = l if is_weighted else -torch.expm1(-l)
+    else:
+        raise UserError(f"kl_estimator: one of {', '.join(ESTIMATORS)} (needs the reference model)")
+    # Explicit: autograd would overflow, or be 0 beyond the clamp.
+    return value + slope * (log_pi - log_pi.detach())
+
+
+# In the metadata of a microbatch: over its tokens, and its name in the log
+TOKEN_METRICS = {
+    "entropy": ("mean", "train/entropy"), "clip_fraction": ("mean", "train/clip_fraction"),
+    "approx_kl": ("mean", "train/approx_kl"), "kl_penalty_mean": ("mean", "train/kl_penalty"),
+    "logp_gap_mean": ("mean", "rollout/logp_gap_mean"),
+    "logp_gap_max": ("max", "rollout/logp_gap_max"),
+    "kl_mean": ("mean", "kl/mean"), "kl_max": ("max", "kl/max"), "kl_min": ("min", "kl/min"),
+    "policy_logp_mean": ("mean", "kl/policy_logp_mean"),
+    "ref_logp_mean": ("mean", "kl/ref_logp_mean"),
+    "ratio_mean": ("mean", None), "ratio_max": ("max", None)}
 
 
 @torch.no_grad()
 def summarize(stats, mask):
-    """-> {name: mean, or max or min if it ends so, over the mask}; missing ones are 0"""
-    summary = dict.fromkeys((*SCALARS.values(), *stats), 0.0)
+    """{name: [B, T]} -> {name: number over the mask}; 0 for those that are missing"""
+    summary = dict.fromkeys(TOKEN_METRICS, 0.0)
     table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
+    folds = {"mean": torch.mean, "max": torch.max, "min": torch.min}
     if table.numel():
-        folds = {"max": torch.max, "min": torch.min}
-        values = [folds.get(name[-3:], torch.mean)(row) for name, row in zip(stats, table)]
-        summary |= zip(stats, torch.stack(values).tolist())
-    return summary | {"n_tokens": table.shape[1]}
+        values = [folds[TOKEN_METRICS[name][0]](row) for name, row in zip(stats, table)]
+        for name, value in zip(stats, torch.stack(values).tolist()):
+            summary[name] = value
+    summary["n_tokens"] = table.shape[1]
+    return summary
 
 
 def masked_mean(tensor, mask):
@@ -1211,47 +1523,24 @@ def loss_divisor(mask, loss_type, max_tokens):
     return divisors[loss_type]
 
 
-def grpo_microbatch_step(
-        policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps,
-        clip_range, loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *,
-        old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0, **loss_options):
-    """Forward, loss, backward -> (part of the step's loss, metadata). divisor: of the whole step"""
-    mask = response_mask.bool() & (labels >= 0)
-    if divisor is None:
-        divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
-    needs_model = kl_coef and (ref_log_probs is None or loss_options.get("kl_estimator") == "exact")
-    log_probs, entropy, *ref_stats = response_stats(
-        policy, input_ids, labels, mask, temperature, ref_model if needs_model else None)
-    if ref_stats:
-        ref_log_probs, loss_options["exact_kl"] = ref_stats
-    mask = to_device(mask, log_probs.device)
-    loss, metadata = compute_loss(
-        advantages_per_seq, log_probs, log_probs if old_log_probs is None else old_log_probs,
-        clip_range, ref_log_probs, kl_coef, response_mask=mask, **loss_options)
-    if loss_type == "grpo":
-        loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
-    total = loss.sum() / max(divisor, 1e-9)
-    # Read before backward(): it waits for the forward pass only.
-    metadata["loss"] = total.item()
-    metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
-    total.backward()
-    return total.detach(), metadata
-
-
 def update_weights(policy, optimizer, loss, cfg, state):
     """Step if loss and gradient are finite. -> gradient norm before clipping"""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
     norm = float(full(norm))
     if not math.isfinite(norm + loss):
-        print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}")
+        print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}; a tenth of lr for now")
         state.skipped += 1
         state.skips_in_a_row += 1
+        state.lr_factor = 0.1  # doubles with every good update
         if state.skips_in_a_row == 5:
             raise RunFailed("5 updates in a row were not finite: lower lr")
     elif norm > 1e-8:  # without a gradient, momentum must not move the weights
-        optimizer.param_groups[0]["lr"] = cfg.lr * min(1.0, state.step / max(1, cfg.warmup_steps))
+        warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
+        optimizer.param_groups[0]["lr"] = cfg.lr * warmup * state.lr_factor
         optimizer.step()
+        state.lr_factor = min(1.0, 2 * state.lr_factor)
         state.skips_in_a_row = 0
+    optimizer.zero_grad()  # frees the gradients: vLLM needs the room
     return norm
 
 
@@ -1271,21 +1560,21 @@ def adapt_kl_coef(state, kl, cfg):
 def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
     """-> (metrics, a dict per response) on held-out problems, with fixed seeds"""
     problems, first = share(task.held_out)
-    prompts, rows = [problem["prompt_ids"] for problem in problems], []
-    responses = rollout_with_vllm(llm, prompts, params, 0, "eval", first)
-    for problem, response in zip(repeat(problems, params["n"]), responses, strict=True):
-        text = decode(task.tokenizer, response.ids, stop_ids)
-        rows.append({"prompt": problem["rendered"], "response": text, "tokens": len(response.ids),
-                     "answer": problem.get("answer") or problem["solution"],
-                     "reward": checked_reward(reward_fn, text, problem)})
+    params = params | {"stop_token_ids": stop_ids}
+    responses = on_all_ranks(roll_out, llm, task, problems, params, 0, "eval", first)
+    graded = on_all_ranks(grade, task, problems, responses, params, reward_fn)
+    rows = [{"prompt": problem["rendered"], "response": text, "turns": problem["turns"],
+             "reward": reward, "answer": problem.get("answer") or problem["solution"],
+             "tokens": len(response.ids)}
+            for problem, text, reward, response in zip(*graded, responses)]
     rows = sum(gather(rows), [])
-    rewards, lengths = np.array([(row["reward"], row["tokens"]) for row in rows]).T
+    rewards = np.array([row["reward"] for row in rows])
     return {"eval/accuracy": (rewards >= 0.9).mean(), "eval/mean_reward": rewards.mean(),
-            "eval/avg_output_tokens": lengths.mean()}, rows
+            "eval/avg_output_tokens": np.mean([row["tokens"] for row in rows])}, rows
 
 
 def evaluate(policy, llm, task, params, log, state):
-    """One response per problem; keep the best model."""
+    """One response per problem; keep the best model. -> metrics"""
     metrics, rows = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids, reward_fn)
     log_eval(log, state.step, metrics, rows[:4])
     reward = float(metrics["eval/mean_reward"])
@@ -1301,55 +1590,53 @@ def now():
     return time.perf_counter()
 
 
-def step_metrics(metadata, rewards, responses, texts, times, cfg):
+def step_metrics(details, rewards, responses, texts, seconds, cfg):
+    """-> {name: number} over all ranks"""
     rows = [(reward, len(response.ids), final_answer(text) is not None, not response.finished)
             for reward, response, text in zip(rewards.tolist(), responses, texts)]
     rewards, lengths, answered, truncated = np.array(sum(gather(rows), [])).T
-    spread, seconds = np.ptp(rewards.reshape(-1, cfg.group_size), axis=1), times[3] - times[0]
+    spread = np.ptp(rewards.reshape(-1, cfg.group_size), axis=1)
     metrics = {
         "train/reward_mean": rewards.mean(), "train/reward_std": rewards.std(),
-        "train/frac_groups_zero_std": (spread == 0).mean(), "time/step": seconds,
-        "time/minutes": (times[3] - START) / 60,
-        "train/answer_frac": answered.mean(), "train/truncated_frac": truncated.mean(),
-        "train/avg_output_tokens": lengths.mean(), "perf/tokens_per_s": lengths.sum() / seconds}
-    metrics |= zip(("time/rollout", "time/train", "time/sync"), np.diff(times))
-    parts = [part for part in sum(gather(metadata), []) if part["n_tokens"]]
-    average = functools.partial(np.average, weights=[part["n_tokens"] for part in parts])
-    for name, key in SCALARS.items():
-        if parts and (not name.startswith("kl/") or (cfg.use_kl_penalty and cfg.kl_coef)):
-            combine = {"max": max, "min": min}.get(key[-3:], average)
-            metrics[name] = float(combine([part[key] for part in parts]))
+        "train/frac_groups_zero_std": (spread == 0).mean(), "train/answer_frac": answered.mean(),
+        "train/truncated_frac": truncated.mean(), "train/avg_output_tokens": lengths.mean(),
+        "perf/tokens_per_s": lengths.sum() / seconds["step"]}
+    for phase, duration in seconds.items():
+        metrics[f"time/{phase}"] = duration
+    details = [detail for detail in sum(gather(details), []) if detail["n_tokens"]]
+    n_tokens = [detail["n_tokens"] for detail in details]
+    has_kl = cfg.use_kl_penalty and cfg.kl_coef
+    for key, (fold, name) in TOKEN_METRICS.items():
+        if details and name and (has_kl or not name.startswith("kl/")):
+            values = [detail[key] for detail in details]
+            if fold == "mean":
+                metrics[name] = float(np.average(values, weights=n_tokens))
+            else:
+                metrics[name] = max(values) if fold == "max" else min(values)
     return metrics
-
-
-def check_agreement(metrics, metadata, cfg, step):
-    """Sampler and trainer must agree; reference and policy before any update."""
-    gap, cpu = metrics.get("rollout/logp_gap_mean", 0.0), cfg.device == "cpu"
-    if gap > (2e-3 if cpu else 0.1 if step == 1 else 0.3):
-        raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive")
-    if step == 1 and (kl := metadata[0]["kl_mean"]) > (1e-6 if cpu else 2e-3):
-        raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
 
 
 class Log:
     """A run's records, written by rank 0"""
 
     def __init__(self, folder, cfg, saved=None):
-        folder = self.folder = Path(folder)
-        self.warned = set()
+        self.folder, self.writer, self.warned = Path(folder), None, set()
         if RANK:
             return
-        step = saved["state"]["step"] + 1 if saved else 0
-        with written_whole(folder / "config.json") as temporary:
-            temporary.write_text(json.dumps(vars(cfg), indent=1))
+        self.lock = lock(self.folder)
+        for leftover in self.folder.rglob("*.tmp"):  # of a process that was killed
+            shutil.rmtree(leftover)
+        with written_whole(self.folder / "config.json") as temporary:
+            temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1))
+        step = saved["state"]["step"] if saved else -1
+        for name in ("samples.jsonl", "metrics.jsonl"):
+            rows = [row for row in read_rows(self.folder / name) if row["step"] <= step]
+            with written_whole(self.folder / name) as temporary:  # later steps are repeated
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.history = rows[1:]  # of the steps
         from torch.utils.tensorboard import SummaryWriter, summary
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            with open(folder / name, "a+") as file:
-                file.seek(0)
-                # Steps after the checkpoint are repeated. The last line may be cut off.
-                file.truncate(sum(len(line) for line in file if line.endswith("\n")
-                                  and json.loads(line)["step"] < step))
-        self.writer = SummaryWriter(folder.parent / "tb" / folder.name, purge_step=step)
+        events = self.folder.parent / "tb" / self.folder.name
+        self.writer = SummaryWriter(events, purge_step=step + 1)
         self.writer.file_writer.add_summary(summary.hparams(vars(cfg), {})[1])
 
     def append(self, name, row):
@@ -1365,15 +1652,39 @@ class Log:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def report(self, cfg):
-        rows = [json.loads(line) for line in open(self.folder / "metrics.jsonl")]
-        done = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
-        (first, _), (last, step) = done[0], done[-1]
-        print(f"\nHeld-out accuracy {first:.1%} -> {last:.1%} at step {step}\n"
-              f"  try it    python sample.py --model_id={self.folder}/model\n"
-              f"  curves    tensorboard --logdir {self.folder.parent}/tb")
-        if rows[-1]["step"] < cfg.n_grpo_steps and (self.folder / "checkpoint").exists():
-            print(f"  continue  python {sys.argv[0]} --resume={self.folder}")
+    def close(self):
+        if self.writer:
+            self.writer.close()
+            os.close(self.lock)
+
+
+def read_rows(path):
+    """-> rows of a JSONL file, up to one that is damaged"""
+    rows = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in open(path, "rb"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def report(folder, cfg):
+    """The last lines of a run"""
+    if RANK:
+        return
+    rows = read_rows(folder / "metrics.jsonl")
+    first, *later = [row for row in rows if "eval/accuracy" in row]
+    print(f"\nHeld-out accuracy, sampled: {first['eval/accuracy']:.1%}", end="")
+    if later:
+        last, best = later[-1], max(later, key=lambda row: row["eval/mean_reward"])
+        accuracy = last["eval/accuracy"]
+        print(f" -> {accuracy:.1%} at step {last['step']}", end="")
+        interval = 1.96 * (accuracy * (1 - accuracy) / cfg.n_eval) ** 0.5
+        if best["eval/accuracy"] > accuracy + interval:
+            print(f"\n!!! use {folder}/best: {best['eval/accuracy']:.1%}, step {best['step']}", end="")
+    print(f"\n  try it    python sample.py --model_id={folder}/model\n"
+          f"  curves    tensorboard --logdir {folder.parent}/tb")
+    if rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
+        print(f"  continue  python {sys.argv[0]} --resume={folder}")
 
 
 def log_train(log, step, metrics, cfg):
@@ -1386,10 +1697,20 @@ def log_train(log, step, metrics, cfg):
     if "kl/mean" in metrics:
         line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
     print(line.format(**{"step": step, "eta": eta, "train/entropy": "-"} | metrics))
+    if RANK:
+        return
+    log.history.append(metrics)
+    cut_off = [row["train/truncated_frac"] for row in log.history]
+    entropy = [row["train/entropy"] for row in log.history if "train/entropy" in row]
     alarms = {
         "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
         "equal rewards in all groups: no gradient": metrics["train/frac_groups_zero_std"] == 1,
-        "most responses are cut off: raise max_tokens": metrics["train/truncated_frac"] > 0.5}
+        "most responses are cut off and earn 0: raise max_tokens, or set reward_truncated":
+            cut_off[-1] > 0.5,
+        "cut-off responses have more than tripled: lower lr; best/ is the best model so far":
+            cut_off[-1] > max(0.1, 3 * min(cut_off)),
+        "entropy is below a tenth of its start: lower lr; best/ is the best model so far":
+            entropy and entropy[-1] < entropy[0] / 10}
     for text, is_on in alarms.items():
         if is_on and text not in log.warned:
             log.warned.add(text)
@@ -1397,28 +1718,34 @@ def log_train(log, step, metrics, cfg):
 
 
 def log_eval(log, step, metrics, samples):
-    line = "Held-out accuracy: {eval/accuracy:.1%} | Mean reward: {eval/mean_reward:.3f}"
+    line = "Held-out accuracy, sampled: {eval/accuracy:.1%} | Mean reward: {eval/mean_reward:.3f}"
     print(f"Step {step} | {line.format(**metrics)}")
     for i, sample in enumerate(samples if RANK == 0 else []):
         log.append("samples.jsonl", {"step": step} | sample)
-        text = "{prompt}\n--> {response}\nreward {reward}, expected: {answer}".format(**sample)
-        log.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
+        log.writer.add_text(f"sample {i}", f"<pre>{html.escape(show(sample))}</pre>", step)
+
+
+def show(sample):
+    """-> prompt, who said what, reward"""
+    turns = [f"{turn['role']}> {turn['content']}" for turn in sample["turns"]]
+    return "\n".join([sample["prompt"], *turns, f"reward {sample['reward']}, "
+                      f"expected: {sample['answer']}"])
 
 
 @contextlib.contextmanager
 def written_whole(path):
     """A temporary path that becomes `path` at the end, never half written."""
-    folder = path.with_name(path.name + ".tmp")
+    folder = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a crash
         folder.mkdir(parents=True)
         yield folder / "new"
-        if path.is_dir() and (folder / "new").is_dir():  # a new link is no folder
+        if path.is_dir():
             path.rename(folder / "old")
         (folder / "new").replace(path)
-        shutil.rmtree(folder)
     except Exception as error:
         raise RunFailed(f"cannot write {path} ({error}). Is the disk full?") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_model(policy, tokenizer, folder):
@@ -1456,6 +1783,24 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
             old.unlink()
 
 
+@contextlib.contextmanager
+def saved_if_it_fails(run):
+    """An error in reward_fn or reply(), raised on all ranks, loses no finished step."""
+    try:
+        yield
+    except UserError:
+        save_checkpoint(*run)
+        raise
+
+
+def is_finished(cfg):
+    """Is the run to resume at its last step, and its model written since?"""
+    model = Path(cfg.resume, "model")
+    newest = max(Path(cfg.resume).glob("checkpoint/step_*.pt"), default=None)
+    return (newest and model.exists() and int(newest.stem[5:]) >= cfg.n_grpo_steps
+            and os.path.getmtime(model) > os.path.getmtime(newest))
+
+
 def load_checkpoint(folder):
     """-> the newest intact checkpoint, or None. No code in it is run."""
     for path in sorted(Path(folder, "checkpoint").glob("step_*.pt"), reverse=True):
@@ -1483,7 +1828,7 @@ def restore(saved, policy, optimizer, ref_model, state):
 
 
 def catch_signals():
-    """Ctrl-C and SIGTERM end the run after its step, a second Ctrl-C at once."""
+    """Ctrl-C and SIGTERM end the run after its step, a second Ctrl-C at once. -> those received"""
     received = []
 
     def handler(number, frame):
@@ -1498,30 +1843,49 @@ def catch_signals():
 
 # ---- 6. Settings: command line, checks, run folder
 
+# These cannot change on resume.
+FIXED = ("model_id lora_rank seed task eval_task prompt n_eval max_prompt_tokens n_numbers "
+         "max_number operations").split()
+# These are not in the name of a run folder.
+HOUSEKEEPING = ("resume out_dir n_grpo_steps max_minutes eval_every n_eval save_every eval_task "
+                "device use_vllm gpu_mem_util vllm_sleep compile gradient_checkpointing "
+                "max_prompt_tokens tokens_per_microbatch").split()
+
+
 def read_arguments(argv):
-    """["--lr=1e-5", "--seed", "1"] -> {"lr": "1e-5", "seed": "1"}, over the resumed run's"""
+    """["--lr=1e-5", "--seed", "1", "--compile"] -> {"lr": "1e-5", "seed": "1", "compile": "True"}"""
     given, words = {}, list(argv)
     while words:
         name, has_value, value = words.pop(0).partition("=")
-        if not name.startswith("--") or not (has_value or words):
+        if not name.startswith("--"):
             raise UserError(f"cannot read {name!r}: write --name=value (see --help)")
-        given[name[2:]] = os.path.expanduser(value if has_value else words.pop(0))
-    if "resume" not in given:
-        return given
+        if not has_value:
+            value = words.pop(0) if words and not words[0].startswith("--") else "True"
+        given[name[2:]] = os.path.expanduser(value)
+    return given
+
+
+def settings_of_run(given):
+    """-> the settings of the run to resume, with what was given"""
     is_latest = given["resume"] == "latest"
     folder = Path(given.get("out_dir", "out") if is_latest else "", given["resume"])
     try:
-        saved = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        saved = dict(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"no run to resume in {folder} ({error})") from None
-    fixed = ("model_id lora_rank seed task eval_task prompt n_eval max_prompt_tokens n_numbers "
-             "max_number operations").split()
     for name in given.keys() & saved.keys() - {"resume", "out_dir"}:
         if str(saved[name]) != given[name]:
-            if name in fixed:
+            if name in FIXED:
                 raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
             print(f"changed on resume: {name} {saved[name]} -> {given[name]}")
     return saved | given | {"resume": str(folder.resolve())}
+
+
+def origin(cfg):
+    """-> what a run is made of beside its settings: the file of its reward, its data"""
+    files = [Path(name) for name in (cfg.task, cfg.eval_task) if Path(name).is_file()]
+    return {"script": os.path.abspath(inspect.getfile(reply or reward_fn)),
+            "checksums": [zlib.crc32(file.read_bytes()) for file in files]}
 
 
 def override(cfg, given):
@@ -1535,20 +1899,24 @@ def override(cfg, given):
             if isinstance(default, bool):
                 value = {"true": 1, "1": 1, "false": 0, "0": 0}[str(value).lower()]
             setattr(cfg, name, type(default)(value))
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"--{name}={value}: expected something like {default}") from None
+    if not cfg.prompt:
+        cfg.prompt = COUNTDOWN_PROMPT if cfg.task == "countdown" else QUESTION_PROMPT
+    if "latest" in Path(cfg.model_id).parts and Path(cfg.model_id).is_dir():
+        cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
 
 
-def check_settings(cfg):
+def check_settings(cfg, given):
     may_be_zero = ("seed lora_rank save_every min_tokens warmup_steps max_grad_norm kl_coef "
-                   "clip_range_high max_minutes kl_warmup_steps ref_update_every").split()
+                   "clip_range_high max_minutes ref_update_every").split()
     for name, value in vars(cfg).items():
         lowest = 0 if name in may_be_zero else 1e-30
         if type(value) in (int, float) and not lowest <= value < 2**62:
             raise UserError(f"{name} is out of range: {value}")
     gpu = cfg.device == "cuda" and torch.cuda.is_available()
     kl = cfg.use_kl_penalty and cfg.kl_coef
-    ref_options = cfg.ref_update_every or cfg.ref_offload
+    kl_names = [name for name in given if name.startswith(("kl_", "ref_")) or name == "target_kl"]
     rules = {
         "device is cpu, or cuda with a GPU": cfg.device == "cpu" or gpu,
         "vllm_sleep and ref_offload need a GPU": gpu or not (cfg.vllm_sleep or cfg.ref_offload),
@@ -1556,12 +1924,13 @@ def check_settings(cfg):
         f"kl_estimator must be one of {', '.join(ESTIMATORS)}": cfg.kl_estimator in ESTIMATORS,
         "kl_in must be loss, or reward with kl_estimator=k1":
             cfg.kl_in == "loss" or (cfg.kl_in, cfg.kl_estimator) == ("reward", "k1"),
-        "the KL penalty is off: set use_kl_penalty and kl_coef":
-            kl or not (cfg.kl_adaptive or cfg.kl_warmup_steps or ref_options),
-        "no ref_update_every or ref_offload with lora_rank": not (cfg.lora_rank and ref_options),
+        f"the KL penalty is off: set use_kl_penalty and kl_coef for {kl_names}": kl or not kl_names,
+        "no ref_update_every or ref_offload with lora_rank":
+            not (cfg.lora_rank and (cfg.ref_update_every or cfg.ref_offload)),
         "group_size must be at least 2 and divide rollout_batch_size":
             cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0,
         "clip_range and gpu_mem_util must be below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
+        "temperature must be at most 2": cfg.temperature <= 2,
         "prompt must not be empty": cfg.prompt.strip(),
         "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
         "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
@@ -1583,17 +1952,37 @@ def start_process_group(device):
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD)
 
 
+def lock(folder, wait=False):
+    """-> a descriptor. Until it is closed, no other process gets this lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise UserError(f"another process is writing to {folder}") from None
+    return descriptor
+
+
 def make_run_folder(cfg, given):
     """-> a new folder such as out/0003_lr=1e-4, also called out/latest"""
-    out = Path(cfg.out_dir)
-    words = sorted((f"{key}={given[key]}," for key in given if key != "out_dir"), key=len)
-    label = re.sub(r"[^\w=.,+-]", "-", "".join(words)[:40].rpartition(",")[0], flags=re.ASCII)
-    last = max((int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")), default=0)
-    name = gather(f"{last + 1:04d}_{label}".rstrip("_"))[0]
+    out, label = Path(cfg.out_dir), ""
+    for name in [name for name in given if name not in HOUSEKEEPING]:
+        word = f"_{name}={given[name].rpartition('/')[2]}"
+        if len(label + word) <= 40:
+            label += re.sub(r"[^\w=.+-]", "-", word, flags=re.ASCII)
+    name = None
     if RANK == 0:
-        with written_whole(out / "latest") as temporary:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            descriptor = lock(out, wait=True)
+            numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
+            name = f"{max(numbers, default=0) + 1:04d}{label}"
             (out / name).mkdir()
-            temporary.symlink_to(name)
+            (out / name / "latest").symlink_to(name)
+            (out / name / "latest").replace(out / "latest")
+            os.close(descriptor)
+        except OSError as error:
+            raise RunFailed(f"cannot write {out}/latest ({error})") from error
+    name = gather(name)[0]
     print(f"run folder: {out / name}")
     return out / name
 
@@ -1603,41 +1992,51 @@ def make_run_folder(cfg, given):
 def test_functions():
     """The clipped loss by hand; the KL term has the gradient of KL(pi || ref)."""
     expect = torch.testing.assert_close
-    policy = torch.tensor([[0.0], [0.5], [0.0], [-0.5]], requires_grad=True)
-    loss, _ = compute_loss(torch.tensor([1.0, 1.0, -1.0, -1.0]), policy, torch.zeros(4, 1), 0.2)
+    # Ratios 1, 1.65, 1 and 0.61: the second and the last are clipped.
+    log_pi = torch.tensor([[0.0], [0.5], [0.0], [-0.5]], requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    loss, _ = compute_loss(advantages, log_pi, torch.zeros(4, 1), 0.2)
     expect(loss, torch.tensor([[-1.0], [-1.2], [1.0], [0.8]]))
-    expect(torch.autograd.grad(loss.sum(), policy)[0], torch.tensor([[-1.0], [0], [1], [0]]))
+    slope, = torch.autograd.grad(loss.sum(), log_pi)
+    expect(slope, torch.tensor([[-1.0], [0.0], [1.0], [0.0]]))
 
-    logits, ref, shift = torch.randn(3, 6, 1, generator=torch.Generator().manual_seed(0)).double()
-    policy, ref = logits.requires_grad_().log_softmax(0), ref.log_softmax(0)
-    old = (logits + 0.3 * shift).log_softmax(0).detach()
-    loss, _ = compute_loss(torch.zeros(6), policy, old, 0.2, ref, 1.0)
-    terms = (old.exp() * loss).sum(), (policy.exp() * (policy - ref)).sum()
-    expect(*(torch.autograd.grad(term, logits, retain_graph=True)[0] for term in terms))
+    # Six tokens, sampled from an older policy: the mean of the KL term has the gradient of the KL.
+    generator = torch.Generator().manual_seed(0)
+    logits, ref_logits, shift = torch.randn(3, 6, generator=generator).double()
+    log_pi = logits.requires_grad_().log_softmax(0)
+    log_ref = ref_logits.log_softmax(0)
+    log_old = (logits + 0.3 * shift).log_softmax(0).detach()
+    loss, _ = compute_loss(torch.zeros(6), log_pi[:, None], log_old[:, None], 0.2,
+                           log_ref[:, None], kl_coef=1.0)
+    mean_term = (log_old.exp() * loss[:, 0]).sum()
+    kl = (log_pi.exp() * (log_pi - log_ref)).sum()
+    got, = torch.autograd.grad(mean_term, logits, retain_graph=True)
+    wanted, = torch.autograd.grad(kl, logits)
+    expect(got, wanted)
     print("=== All Tests Passed! ===")
 
 
 def run(main):
-    """-> exit code. Errors to act on are one line."""
+    """Errors to act on are one line. Ends the process."""
     try:
         main()
-        return 0
+        code = 0
     except (UserError, RunFailed) as error:
-        message, code = error, (2 if isinstance(error, UserError) else 1)
+        message, code = error, 2 if isinstance(error, UserError) else 1
     except OSError as error:
         message, code = f"cannot write or read: {error}", 1
     except torch.OutOfMemoryError:
         message, code = "out of GPU memory: lower tokens_per_microbatch or gpu_mem_util", 1
     except KeyboardInterrupt:
         message, code = "stopped at once", 130
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    if code:
+        print(f"error: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(code)  # a plain exit may hang, or print what libraries did not free
 
 
 if __name__ == "__main__":
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     test_functions()
-    exit_code = run(main)
-    if exit_code or IS_LAUNCHED:
-        os._exit(exit_code)  # a plain exit may hang
+    run(main)

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-PROBLEMS = SimpleNamespace(n_numbers=3, max_number=20, operations="+-", prompt=starter.SHORT_PROMPT)
+PROBLEMS = SimpleNamespace(n_numbers=3, max_number=20, operations="+-",
+                           prompt="{numbers}={target}:")
 ANY = r"[\s\S]"    # one letter at a time
 SPECIAL = ["<|end|>", "<|pad|>", "<answer>", "</answer>"]    # ids 256 to 259, after the bytes
 
