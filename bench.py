@@ -10,26 +10,22 @@
 
 Every step is one of starter.main(), with responses of exactly new_tokens tokens. All settings of
 starter.py can be given, too. --model_dir keeps the model. The last line is one JSON object."""
+import starter  # first: it answers --help before the slow imports
 import functools, gc, importlib.util, json, os, random, statistics, subprocess, sys, tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
-    print(__doc__)
-    sys.exit()
-
-import starter
 import tiny
 import torch
 from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-SIZES = {    # Qwen3: width, width of the MLP, layers, attention heads, is the output layer tied
+SIZES = {  # Qwen3: width, width of the MLP, layers, attention heads, is the output layer tied
     "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True),
     "4b": (2560, 9728, 36, 32, True), "8b": (4096, 12288, 36, 32, False)}
 SHORT_NAMES = {"kl": "use_kl_penalty", "checkpointing": "gradient_checkpointing",
-               "vllm": "use_vllm", "sleep": "vllm_sleep", "eager": "enforce_eager"}
+               "vllm": "use_vllm", "sleep": "vllm_sleep"}
 
 
 def make_model_folder(size, folder):
@@ -83,7 +79,7 @@ class Bench:
 
     def init_vllm(self, policy, *args):
         self.policy, self.device = policy, policy.device.type
-        before = torch.cuda.memory_allocated()    # 0 without a GPU
+        before = torch.cuda.memory_allocated()  # 0 without a GPU
         llm = self.original.init_vllm(policy, *args) if self.options.rollout else None
         self.engine = torch.cuda.memory_allocated() - before
         return llm
@@ -99,7 +95,7 @@ class Bench:
             rows = torch.randint(0, self.policy.model.config.vocab_size, shape).tolist()
             responses = [starter.Response(row) for row in rows]
         if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()    # the update begins
+            torch.cuda.reset_peak_memory_stats()  # the update begins
         return responses
 
     def log_train(self, log, step, metrics, cfg):
@@ -134,7 +130,7 @@ def nothing(*args):
 def measure(options, flags, folder):
     """A short training run -> (a result for each response length, the trainer's settings)"""
     rate = matmul_rate()
-    gc.collect()    # what is left of making the model must not count
+    gc.collect()  # what is left of making the model must not count
     rows = [{"prompt": prompt, "answer": "1"} for prompt in random_prompts(options)]
     Path(folder, "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
     bench, longest = Bench(options), max(options.lengths)
@@ -143,12 +139,12 @@ def measure(options, flags, folder):
         f"--out_dir={folder}/out", f"--n_grpo_steps={len(bench.lengths)}", "--n_eval=1",
         f"--rollout_batch_size={options.prompts * options.group}", f"--group_size={options.group}",
         f"--max_prompt_tokens={options.prompt_tokens}", f"--min_tokens={longest}",
-        f"--max_tokens={longest}", "--save_every=0", *flags])
+        f"--max_tokens={longest}", "--save_every=0", "--reward_truncated=True", *flags])
     run = Path(folder, "out", "latest")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     results = []
     for length in options.lengths:
-        del steps[:options.warmup + (not results)]    # the first row is an evaluation
+        del steps[:options.warmup + (not results)]  # the first row is an evaluation
         results.append(summary(steps[:options.steps], length, rate, bench))
         del steps[:options.steps]
     print(f"medians of {options.steps} steps: {json.dumps(results, indent=1)}")
@@ -203,7 +199,7 @@ def measure_trl(options, given, folder):
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     is_cuda, stamps = torch.cuda.is_available(), []
-    use_vllm = is_cuda and given["vllm"] == "True"    # on a CPU its sync into vLLM 0.32 fails
+    use_vllm = is_cuda and given["vllm"] == "True"  # on a CPU its sync into vLLM 0.32 fails
     always_long = {"ignore_eos": True} if use_vllm else {"min_new_tokens": options.new_tokens}
     class Clock(TrainerCallback):
         def on_step_end(self, *args, **keywords):
@@ -222,7 +218,7 @@ def measure_trl(options, given, folder):
     table = InMemoryTable.from_pydict({"prompt": random_prompts(options)})
     trainer = GRPOTrainer(
         model=options.model_dir, args=config, callbacks=[Clock()],
-        train_dataset=Dataset(table, fingerprint="bench"),    # so that it is not hashed
+        train_dataset=Dataset(table, fingerprint="bench"),  # so that it is not hashed
         reward_funcs=lambda completions, **_: [random.random() for _ in completions])
     trainer.train()
     return {"seconds": {"step": statistics.median(starter.np.diff(stamps[options.warmup - 1:]))},
@@ -268,7 +264,7 @@ def memory():
         words = [f"--{name}={value}" for name, value in case.items()]
         try:
             rows.append(case | again(*flags.split(), *words)["ours"])
-        except starter.RunFailed as error:    # too large for this GPU
+        except starter.RunFailed as error:  # too large for this GPU
             rows.append(case | {"error": str(error)})
     return rows
 
@@ -337,4 +333,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(starter.run(main))
+    starter.run(main)

@@ -7,26 +7,22 @@
 
 The warm start teaches the model two skills: Countdown, and adding up three numbers. GRPO then
 trains Countdown alone. Finished runs are kept in out_kl_sweep/ and not repeated."""
+import starter  # first: it answers --help before the slow imports
 import contextlib, io, json, math, random, statistics, sys, zlib
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
-    print(__doc__)
-    sys.exit()
-
 import matplotlib.figure
-import starter
 import tiny
 import torch
 
 COEFFICIENTS = (0.0, 0.01, 0.1, 1.0)
-ESTIMATORS = {    # name in the table -> flags, at one coefficient
+ESTIMATORS = {  # name in the table -> flags, at one coefficient
     "exact": ["--kl_estimator=exact"],
     "k1 in the reward": ["--kl_estimator=k1", "--kl_in=reward"],
     "k3, unweighted": ["--kl_importance_weight=False"],
     "k1, unweighted": ["--kl_estimator=k1", "--kl_importance_weight=False"]}
-STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)    # 1 to 10 seeds
+STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 1 to 10 seeds
 
 
 def second_skill(seed, index):
@@ -40,12 +36,11 @@ def second_skill(seed, index):
 
 def make_start(folder, seed, steps):
     """The tiny model, warm-started on both skills, as a model folder."""
-    model, tokenizer = tiny.make_model(seed), tiny.make_tokenizer()
-    tiny.warm_start(model, tokenizer, lambda step: tiny.countdown_examples(step, seed, 96)
-                    + [second_skill(seed, step * 64 + i) for i in range(64)], steps)
-    with starter.written_whole(folder) as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+    def examples(step):
+        return tiny.countdown_examples(step, seed, 96) + [
+            second_skill(seed, step * 64 + i) for i in range(64)]
+
+    tiny.main(folder, examples, steps, seed=seed)
 
 
 @torch.no_grad()
@@ -54,19 +49,21 @@ def measure(folder, start):
     ref, _ = starter.init_policy(str(start))
     sampler = starter.TorchSampler(policy)
     cfg = SimpleNamespace(task="countdown", n_eval=500, max_prompt_tokens=32, temperature=1.0,
-                          min_tokens=0, max_tokens=24, **vars(tiny.PROBLEMS))
+                          min_tokens=0, max_tokens=24, reward_truncated=False, eval_task="",
+                          **vars(tiny.PROBLEMS))
     task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
     params = starter.init_sampling_params(cfg, 1, policy.stop_ids)
     metrics, _ = starter.evaluate_model(sampler, task, params, policy.stop_ids)
     prompts = [problem["prompt_ids"] for problem in task.held_out]
     responses = starter.rollout_with_vllm(sampler, prompts, params, 1, "kl")
     batch = starter.make_batch(prompts, responses)
-    stats = starter.response_stats(policy, batch.input_ids, batch.labels, batch.mask, 1.0, ref)
+    mask = batch.response_mask
+    stats = starter.response_stats(policy, batch.input_ids, batch.labels, mask, 1.0, ref)
     questions, answers = zip(*(second_skill("test", i) for i in range(300)))
     responses = starter.rollout_with_vllm(sampler, [tokenizer.encode(q) for q in questions],
                                           params | {"temperature": 0.0}, 0, "second skill")
     texts = [starter.decode(tokenizer, response.ids, policy.stop_ids) for response in responses]
-    return {"accuracy": float(metrics["eval/accuracy"]), "kl": stats[3][batch.mask].mean().item(),
+    return {"accuracy": float(metrics["eval/accuracy"]), "kl": stats[3][mask].mean().item(),
             "second_skill": sum(map(str.__eq__, texts, answers)) / len(answers)}
 
 
@@ -81,7 +78,7 @@ def run(out, name, start, seed, steps, flags):
                       f"--eval_every={steps}", "--save_every=0", "--rollout_batch_size=128",
                       "--use_kl_penalty=True", *flags])
     last = (folder / "latest" / "metrics.jsonl").read_text().splitlines()[-1]
-    if json.loads(last)["step"] < steps:    # Ctrl-C ended it early
+    if json.loads(last)["step"] < steps:  # Ctrl-C ended it early
         raise KeyboardInterrupt
     result = measure(folder / "latest" / "model", start)
     done.write_text(json.dumps(result))
@@ -92,8 +89,7 @@ def run(out, name, start, seed, steps, flags):
 def main():
     options = SimpleNamespace(quick=False, figure=False, out_dir="out_kl_sweep", seeds=5, steps=60,
                               kl_coef=0.1, warm_start_steps=300, skip="")
-    words = [f"{word}=True" if word in ("--quick", "--figure") else word for word in sys.argv[1:]]
-    starter.override(options, starter.read_arguments(words))
+    starter.override(options, starter.read_arguments(sys.argv[1:]))
     if options.figure:
         return draw_estimators("assets/kl_estimators.png")
     coefficients = COEFFICIENTS
@@ -154,7 +150,7 @@ def draw(results, path):
 
 def usual(log_ratio, estimator, is_weighted):
     """The formula as it is usually written, in float32, with autograd -> value, slope"""
-    log_policy = log_ratio.clone().requires_grad_()    # log ref is 0
+    log_policy = log_ratio.clone().requires_grad_()  # log ref is 0
     value = {"k1": log_policy, "k2": log_policy**2 / 2,
              "k3": torch.exp(-log_policy) - 1 + log_policy}[estimator]
     weight = (log_policy - log_policy.detach()).exp() if is_weighted else 1.0
@@ -169,7 +165,7 @@ def draw_estimators(path):
     for color, width, label, *estimator in (
             ("C3", 7, "k3 × importance weight", "k3", True), ("C2", 3, "k3", "k3", False),
             ("C1", 3, "k2", "k2", False), ("C0", 3, "k1", "k1", False)):
-        log_policy = x.clone().requires_grad_()    # log ref is 0
+        log_policy = x.clone().requires_grad_()  # log ref is 0
         value = starter.compute_kl_divergence(log_policy, torch.zeros_like(x), *estimator)
         slope, = torch.autograd.grad(value.sum(), log_policy)
         left.plot(x, value.detach(), color, lw=width)
@@ -199,4 +195,4 @@ def draw_estimators(path):
 
 
 if __name__ == "__main__":
-    sys.exit(starter.run(main))
+    starter.run(main)

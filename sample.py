@@ -3,60 +3,55 @@
     python sample.py                    accuracy, sampled and greedy, and pass@k of out/latest/model
     python sample.py --model_id=tiny    the same for any model, here the one before training
     python sample.py --n_samples=32     more responses to each held-out problem; --n_eval: problems
-    python sample.py --chat=True        talk to it (tiny expects problems such as 3 5 7=15:)
+    python sample.py --chat             talk to it (tiny expects problems such as 3 5 7=15:)
 
-Task, prompt, lengths, temperature and sampler are those of the run that made the model
-(config.json in the folder above it). Any of them can be set as --name=value.
+Task, prompt, lengths, temperature, sampler, reward and reply() are those of the run that made the
+model (config.json in the folder above it). Any setting of starter.py can be given; --script names
+another file with reward_fn and reply().
 """
-import itertools, json, math, sys
+import starter  # first: it answers --help before the slow imports
+import importlib.util, itertools, json, math, os, sys
 from pathlib import Path
-from types import SimpleNamespace
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
-    print(__doc__)
-    sys.exit()
 
 import numpy as np
-import starter
-import torch
+
+OWN = {"n_samples": 8, "n_eval": 200, "chat": False, "script": ""}
+# What is taken over from the run
+TAKEN = ("task eval_task prompt n_numbers max_number operations temperature min_tokens max_tokens "
+         "max_prompt_tokens max_turns reward_truncated use_vllm").split()
 
 
 def read_settings(argv):
+    """-> (the trainer's settings with those of OWN, the run's settings)"""
     given = starter.read_arguments(argv)
-    if "model_id" in given and Path(given["model_id"], "model").is_dir():    # a run folder
-        given["model_id"] += "/model"
     model_id = given.get("model_id", "out/latest/model")
+    if Path(model_id, "model").is_dir():  # a run folder
+        model_id += "/model"
     if "model_id" not in given and not Path(model_id).exists():
         raise starter.UserError(f"there is no trained model in {model_id}: run python starter.py "
                                 "first, or give --model_id a folder or a hub name")
-    tiny = starter.is_tiny(model_id)
-    countdown = starter.SHORT_PROMPT if tiny else starter.LONG_PROMPT
-    prompt = countdown if given.get("task", "countdown") == "countdown" else starter.QUESTION_PROMPT
-    cfg = SimpleNamespace(
-        task="countdown", eval_task="", prompt=prompt, n_numbers=3, temperature=1.0, min_tokens=0,
-        max_number=20 if tiny else 10, operations="+-" if tiny else "+-*/", use_vllm=True,
-        max_tokens=24 if tiny else 512, max_prompt_tokens=32 if tiny else 256)
     path = Path(model_id).resolve().parent / "config.json"
     run = json.loads(path.read_text()) if path.is_file() else {}
-    if "n_grpo_steps" in run:
-        is_other = given.get("task", run["task"]) != run["task"]
-        starter.override(cfg, {name: run[name] for name in vars(cfg)
-                               if not (is_other and name in ("task", "eval_task", "prompt"))})
-    vars(cfg).update(model_id=model_id, device="cuda" if torch.cuda.is_available() else "cpu",
-                     gpu_mem_util=0.4, vllm_sleep=False, enforce_eager=False, n_samples=8,
-                     n_eval=200, chat=False)
-    starter.override(cfg, given)
-    counts = ("n_samples", "n_eval", "max_tokens", "max_prompt_tokens", "max_number")
-    rules = {f"{name} must be at least 1": getattr(cfg, name) >= 1 for name in counts} | {
-        "min_tokens must be 0 to max_tokens": 0 <= cfg.min_tokens <= cfg.max_tokens,
-        "temperature must be 0 (greedy) or more": 0 <= cfg.temperature < math.inf,
-        "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
-        "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),
-        "device is cpu, or cuda with a GPU":
-            cfg.device == "cpu" or (cfg.device == "cuda" and torch.cuda.is_available())}
-    for rule, is_kept in rules.items():
-        if not is_kept:
-            raise starter.UserError(rule)
+    if "n_grpo_steps" not in run:
+        run = {}
+    taken = {name: run[name] for name in TAKEN if name in run}
+    if given.get("task", taken.get("task")) != taken.get("task"):
+        for name in ("task", "eval_task", "prompt"):
+            taken.pop(name, None)
+    own = starter.SimpleNamespace(**OWN)
+    starter.override(own, {name: given.pop(name) for name in OWN if name in given})
+    settings = taken | given | {"model_id": model_id}
+    is_greedy = str(settings.get("temperature")) in ("0", "0.0")
+    if is_greedy:
+        del settings["temperature"]
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    cfg = starter.main([*flags, f"--n_eval={own.n_eval}"], only_settings=True)
+    vars(cfg).update(chat=own.chat, n_samples=own.n_samples, script=own.script or run.get("script"))
+    if own.n_samples < 1:
+        raise starter.UserError("n_samples must be at least 1")
+    if is_greedy or own.chat:
+        cfg.n_samples = 1  # without randomness all responses to a prompt are the same
+    cfg.temperature = 0.0 if is_greedy else cfg.temperature
     if cfg.task == run.get("task") != "countdown" and not cfg.eval_task:
         # Otherwise some problems would be problems that the run was trained on.
         cfg.n_eval = min(cfg.n_eval, run["n_eval"])
@@ -64,9 +59,25 @@ def read_settings(argv):
             if getattr(cfg, name) != run[name]:
                 raise starter.UserError(f"{name} decides which problems are held out: leave it as "
                                         "in the run, or set --eval_task")
-    if cfg.temperature == 0 or cfg.chat:
-        cfg.n_samples = 1    # without randomness all responses to a prompt are the same
     return cfg
+
+
+def load_script(path):
+    """-> the trainer with the reward_fn and reply() of a script: a changed copy of starter.py, or a
+    file such as examples/guess.py"""
+    if not path or (os.path.exists(path) and os.path.samefile(path, starter.__file__)):
+        return starter
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except OSError as error:
+        raise starter.UserError(f"the run's reward is gone ({error}): set --script") from None
+    if hasattr(module, "init_policy"):
+        return module
+    for name in {"reward_fn", "reply", "TURN_ENDS"} & vars(module).keys():
+        setattr(starter, name, getattr(module, name))
+    return starter
 
 
 def pass_at_k(n, n_right, k):
@@ -91,14 +102,13 @@ def printable(text):
                    for letter in text)
 
 
-def evaluate(llm, task, params, stop_ids):
+def evaluate(trainer, llm, task, params, stop_ids):
     n, n_problems = params["n"], len(task.held_out)
     print(f"sampling {n} responses to each of {n_problems} held-out problems ...", flush=True)
-    metrics, rows = starter.evaluate_model(llm, task, params, stop_ids)
+    metrics, rows = trainer.evaluate_model(llm, task, params, stop_ids, trainer.reward_fn)
     rewards = np.array([row["reward"] for row in rows]).reshape(-1, n)
-    sample_format = "\n{prompt}\n--> {response}\nreward {reward}, right: {answer}"
     for sample in rows[:2 * n:n]:
-        print(printable(sample_format.format(**sample)))
+        print("\n" + printable(trainer.show(sample)))
     print(f"\n{'mean tokens':18} {metrics['eval/avg_output_tokens']:.1f}")
     show("mean reward", rewards.mean(1))
     n_right = (rewards >= 0.9).sum(1).tolist()
@@ -107,13 +117,22 @@ def evaluate(llm, task, params, stop_ids):
             name = "accuracy, pass@1" if k == 1 else f"pass@{k}"
             show(name, [pass_at_k(n, right, k) for right in n_right], extra=(0, 0, 1, 1))
     if params["temperature"] > 0:
-        _, rows = starter.evaluate_model(llm, task, params | {"n": 1, "temperature": 0.0}, stop_ids)
+        _, rows = trainer.evaluate_model(llm, task, params | {"n": 1, "temperature": 0.0}, stop_ids,
+                                         trainer.reward_fn)
         show("accuracy, greedy", [row["reward"] >= 0.9 for row in rows], extra=(0, 0, 1, 1))
 
 
-def chat(llm, tokenizer, params, stop_ids, max_prompt_tokens):
+def chat(trainer, llm, task, params, max_prompt_tokens):
     print("An empty line starts a new conversation, Ctrl-D ends.")
-    messages = []
+    messages, answer = [], trainer.reply
+
+    def only_tools(problem, text):
+        """After an end token the turn is the user's, not the environment's."""
+        is_call = any(end in text for end in trainer.TURN_ENDS)
+        return answer(problem, text) if is_call else None
+
+    if answer:
+        trainer.reply = only_tools
     for turn in itertools.count():
         try:
             # Bytes that are not text would stop the tokenizer.
@@ -121,35 +140,36 @@ def chat(llm, tokenizer, params, stop_ids, max_prompt_tokens):
         except (EOFError, KeyboardInterrupt):
             break
         messages.append({"role": "user", "content": line})
-        ids = []
+        problem = {"prompt_ids": []}
         if line.strip():
-            prompt = starter.render_chat(messages, tokenizer)
-            ids = tokenizer.encode(prompt, add_special_tokens=False)
-        if not ids or len(ids) > max_prompt_tokens:
+            problem = task.encode({"prompt": messages})
+        if not problem["prompt_ids"] or len(problem["prompt_ids"]) > max_prompt_tokens:
             print(f"({'too long: ' if line else ''}this is a new conversation)")
             messages = []
             continue
-        response = starter.rollout_with_vllm(llm, [ids], params, "chat", turn)[0]
-        text = starter.decode(tokenizer, response.ids, stop_ids)
+        response = trainer.roll_out(llm, task, [problem], params, "chat", turn)[0]
+        text = trainer.decode(task.tokenizer, response.ids, params["stop_token_ids"])
         messages.append({"role": "assistant", "content": text})
         print(f"model: {printable(text)}", flush=True)
 
 
 def main(argv=None):
     cfg = read_settings(sys.argv[1:] if argv is None else argv)
-    starter.make_tiny(cfg.model_id)
-    policy, tokenizer = starter.init_policy(cfg.model_id, cfg.device)
-    params = starter.init_sampling_params(cfg, cfg.n_samples, policy.stop_ids)
+    trainer = load_script(cfg.script)
+    trainer.make_tiny(cfg.model_id)
+    problems = trainer.read_task(cfg)
+    policy, tokenizer = trainer.init_policy(cfg.model_id, cfg.device)
+    task = trainer.Task(cfg, *problems, tokenizer)
+    params = trainer.init_sampling_params(cfg, cfg.n_samples, policy.stop_ids)
     if cfg.chat:
         # For one response at a time plain torch is fast enough.
-        llm, context = starter.TorchSampler(policy), policy.model.config.max_position_embeddings
-        chat(llm, tokenizer, params, policy.stop_ids, min(4096, context - cfg.max_tokens))
+        context = getattr(policy.model.config, "max_position_embeddings", 4096)
+        chat(trainer, trainer.TorchSampler(policy), task, params,
+             min(4096, context - cfg.max_tokens))
     else:
-        task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
         cfg.rollout_batch_size = len(task.held_out) * cfg.n_samples
-        llm = starter.init_vllm(policy, cfg)
-        evaluate(llm, task, params, policy.stop_ids)
+        evaluate(trainer, trainer.init_vllm(policy, cfg), task, params, policy.stop_ids)
 
 
 if __name__ == "__main__":
-    sys.exit(starter.run(main))
+    starter.run(main)

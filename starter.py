@@ -98,11 +98,10 @@ def on_all_ranks(function, *arguments):
 
 
 def main(argv=None, only_settings=False):
-    given = read_arguments(sys.argv[1:] if argv is None else argv)
-    has_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
+    typed = read_arguments(sys.argv[1:] if argv is None else argv)
+    has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
     start_process_group("cuda" if has_gpu else "cpu")
-    if "resume" in given:
-        given = on_all_ranks(settings_of_run, given)
+    given = on_all_ranks(settings_of_run, typed) if "resume" in typed else typed
     # ---- hyperparameters
     cfg = SimpleNamespace(
         # model
@@ -173,7 +172,11 @@ def main(argv=None, only_settings=False):
             vars(cfg).update(prompt="{numbers}={target}:", max_tokens=24, max_prompt_tokens=32)
     # ----
     override(cfg, given)
-    check_settings(cfg, given)
+    if not cfg.prompt:
+        cfg.prompt = COUNTDOWN_PROMPT if cfg.task == "countdown" else QUESTION_PROMPT
+    if "latest" in Path(cfg.model_id).parts and Path(cfg.model_id).is_dir():
+        cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
+    check_settings(cfg, typed)
     if only_settings:
         return cfg
     rows = on_all_ranks(read_task, cfg)
@@ -355,7 +358,7 @@ NO_UNITS = {"dozen", "hundred", "thousand", "k", "million", "billion", "trillion
 
 
 def final_answer(text, pattern=ANSWERS):
-    r"""-> the last of <answer>...</answer>, \boxed{...} and `#### 5` after the reasoning, or None"""
+    r"""-> the last of <answer>...</answer>, \boxed{...}, `#### 5` after the reasoning, or None"""
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     answer = None
     for match in re.finditer(pattern, text, re.DOTALL):
@@ -534,10 +537,10 @@ class Task:
         lengths = [len(row["prompt_ids"]) for row in rows]
         n_long = sum(length > limit for length in lengths)
         if n_long:
-            text = f"{n_long} of {len(rows)} prompts have more than {limit} tokens, up to {max(lengths)}"
+            text = f"{n_long} of {len(rows)} prompts are longer than max_prompt_tokens={limit}"
             if self.cfg.task == "countdown":
-                raise UserError(f"{text}: raise max_prompt_tokens")
-            print(f"!!! left out: {text}")
+                raise UserError(f"{text}, up to {max(lengths)}")
+            print(f"!!! left out: {text}, up to {max(lengths)}")
         return [row for row in rows if len(row["prompt_ids"]) <= limit]
 
     def encode(self, problem):
@@ -1060,8 +1063,8 @@ def check_agreement(metrics, details, cfg, step):
     """Sampler and trainer must agree; reference and policy before any update."""
     gap, cpu = metrics.get("rollout/logp_gap_mean", 0.0), cfg.device == "cpu"
     if gap > (2e-3 if cpu else 0.1 if step == 1 else 0.3):
-        raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive, "
-                        "or it computes this model differently (--use_vllm=False)")
+        raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
+                        " or it computes this model differently (--use_vllm=False)")
     if step == 1 and (kl := details[0]["kl_mean"]) > (1e-6 if cpu else 2e-3):
         raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
 
@@ -1106,29 +1109,29 @@ def roll_out(llm, task, problems, params, seed, step, first=0):
     prompts, n = [problem["prompt_ids"] for problem in problems], params["n"]
     if reply is None:
         return rollout_with_vllm(llm, prompts, params, seed, step, first)
-    games = [Game(i, problem, task, params) for i, problem in enumerate(repeat(problems, n), first * n)]
+    games = [Game(problem, task, params) for problem in repeat(problems, n)]
     params = params | {"stop_token_ids": params["stop_token_ids"] + task.turn_end_ids}
-    parts, active = rollout_with_vllm(llm, prompts, params, seed, step, first), games
-    params = params | {"n": 1, "min_tokens": 0}
+    parts = rollout_with_vllm(llm, prompts, params, seed, step, first)
+    active = list(enumerate(games, first * n))
     for turn in itertools.count(2):
-        asking = [game for game, part in zip(active, parts) if game.add(part)]
+        asking = [game for (_, game), part in zip(active, parts) if game.add(part)]
         with ThreadPoolExecutor(32) as pool:  # a reply may take time
             for game, said in zip(asking, pool.map(Game.ask, asking)):
                 game.hear(said)
-        active = [game for game in active if not game.is_over]
+        active = [(i, game) for i, game in active if not game.is_over]
         if not active:
             return [Response(x.ids, x.logps, x.mask, x.finished, x.problem) for x in games]
-        room = max(game.room() for game in active)
-        seeds = [random.Random(f"{seed}/{step}/{game.index}/{turn}").getrandbits(48) for game in active]
-        parts = sample(llm, [game.problem["prompt_ids"] + game.ids for game in active],
-                       params | {"max_tokens": room}, seeds)
+        params |= {"n": 1, "min_tokens": 0, "max_tokens": max(game.room() for _, game in active)}
+        prompts = [game.problem["prompt_ids"] + game.ids for _, game in active]
+        seeds = [random.Random(f"{seed}/{step}/{i}/{turn}").getrandbits(48) for i, _ in active]
+        parts = sample(llm, prompts, params, seeds)
 
 
 class Game:
     """A response in turns"""
 
-    def __init__(self, index, problem, task, params):
-        self.index, self.task, self.params = index, task, params
+    def __init__(self, problem, task, params):
+        self.task, self.params = task, params
         self.problem = problem | {"turns": []}  # a copy: reply() may keep things in it
         self.ids, self.logps, self.mask, self.turn_start = [], [], [], 0
         self.is_over = self.finished = False
@@ -1680,7 +1683,7 @@ def report(folder, cfg):
         print(f" -> {accuracy:.1%} at step {last['step']}", end="")
         interval = 1.96 * (accuracy * (1 - accuracy) / cfg.n_eval) ** 0.5
         if best["eval/accuracy"] > accuracy + interval:
-            print(f"\n!!! use {folder}/best: {best['eval/accuracy']:.1%}, step {best['step']}", end="")
+            print(f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/", end="")
     print(f"\n  try it    python sample.py --model_id={folder}/model\n"
           f"  curves    tensorboard --logdir {folder.parent}/tb")
     if rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
@@ -1853,7 +1856,8 @@ HOUSEKEEPING = ("resume out_dir n_grpo_steps max_minutes eval_every n_eval save_
 
 
 def read_arguments(argv):
-    """["--lr=1e-5", "--seed", "1", "--compile"] -> {"lr": "1e-5", "seed": "1", "compile": "True"}"""
+    """["--lr=1e-5", "--seed", "1", "--compile"] -> {"lr": "1e-5", "seed": "1", "compile": "True"}
+    """
     given, words = {}, list(argv)
     while words:
         name, has_value, value = words.pop(0).partition("=")
@@ -1865,20 +1869,26 @@ def read_arguments(argv):
     return given
 
 
-def settings_of_run(given):
-    """-> the settings of the run to resume, with what was given"""
-    is_latest = given["resume"] == "latest"
-    folder = Path(given.get("out_dir", "out") if is_latest else "", given["resume"])
+def settings_of_run(typed):
+    """-> the settings of the run to resume, with what was typed"""
+    is_latest = typed["resume"] == "latest"
+    folder = Path(typed.get("out_dir", "out") if is_latest else "", typed["resume"])
     try:
         saved = dict(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"no run to resume in {folder} ({error})") from None
-    for name in given.keys() & saved.keys() - {"resume", "out_dir"}:
-        if str(saved[name]) != given[name]:
+        script, checksums = saved.pop("script"), saved.pop("checksums")
+        now_made_of = origin(SimpleNamespace(**saved))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"no run to resume in {folder} ({error!r})") from None
+    if Path(now_made_of["script"]).name != Path(script).name:
+        raise UserError(f"this run has the reward of {script}: resume it with that")
+    if now_made_of["checksums"] != checksums:
+        raise UserError(f"{saved['task']} or eval_task has changed since the run began")
+    for name in typed.keys() & saved.keys() - {"resume", "out_dir"}:
+        if str(saved[name]) != typed[name]:
             if name in FIXED:
                 raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
-            print(f"changed on resume: {name} {saved[name]} -> {given[name]}")
-    return saved | given | {"resume": str(folder.resolve())}
+            print(f"changed on resume: {name} {saved[name]} -> {typed[name]}")
+    return saved | typed | {"resume": str(folder.resolve())}
 
 
 def origin(cfg):
@@ -1901,13 +1911,9 @@ def override(cfg, given):
             setattr(cfg, name, type(default)(value))
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--{name}={value}: expected something like {default}") from None
-    if not cfg.prompt:
-        cfg.prompt = COUNTDOWN_PROMPT if cfg.task == "countdown" else QUESTION_PROMPT
-    if "latest" in Path(cfg.model_id).parts and Path(cfg.model_id).is_dir():
-        cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
 
 
-def check_settings(cfg, given):
+def check_settings(cfg, typed):
     may_be_zero = ("seed lora_rank save_every min_tokens warmup_steps max_grad_norm kl_coef "
                    "clip_range_high max_minutes ref_update_every").split()
     for name, value in vars(cfg).items():
@@ -1916,7 +1922,9 @@ def check_settings(cfg, given):
             raise UserError(f"{name} is out of range: {value}")
     gpu = cfg.device == "cuda" and torch.cuda.is_available()
     kl = cfg.use_kl_penalty and cfg.kl_coef
-    kl_names = [name for name in given if name.startswith(("kl_", "ref_")) or name == "target_kl"]
+    needs_kl = cfg.kl_adaptive or cfg.ref_update_every or cfg.ref_offload
+    if not cfg.use_kl_penalty:
+        needs_kl = needs_kl or any(name.startswith("kl_") or name == "target_kl" for name in typed)
     rules = {
         "device is cpu, or cuda with a GPU": cfg.device == "cpu" or gpu,
         "vllm_sleep and ref_offload need a GPU": gpu or not (cfg.vllm_sleep or cfg.ref_offload),
@@ -1924,7 +1932,7 @@ def check_settings(cfg, given):
         f"kl_estimator must be one of {', '.join(ESTIMATORS)}": cfg.kl_estimator in ESTIMATORS,
         "kl_in must be loss, or reward with kl_estimator=k1":
             cfg.kl_in == "loss" or (cfg.kl_in, cfg.kl_estimator) == ("reward", "k1"),
-        f"the KL penalty is off: set use_kl_penalty and kl_coef for {kl_names}": kl or not kl_names,
+        "the KL penalty is off: set use_kl_penalty and kl_coef": kl or not needs_kl,
         "no ref_update_every or ref_offload with lora_rank":
             not (cfg.lora_rank and (cfg.ref_update_every or cfg.ref_offload)),
         "group_size must be at least 2 and divide rollout_batch_size":

@@ -34,8 +34,6 @@ import tiny
 from starter import Response, RunFailed, UserError
 
 HERE = Path(starter.__file__).parent
-sys.path.insert(0, str(HERE / "examples"))
-import calculator
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
@@ -117,14 +115,14 @@ def make_groups(seed=0):
     responses[2] = responses[2]._replace(mask=[1, 1, 0, 0, 1, 0, 1, 1, 1])
     responses[10] = responses[10]._replace(mask=[0, 1])
     batch = starter.make_batch(starter.repeat(prompts, 4), responses)
-    batch.mask[5] = False
+    batch.response_mask[5] = False
     return batch
 
 
 def plain_log_probs(model, batch, temperature=1.0):
     logits = model(batch.input_ids).logits / temperature
     log_probs = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
-    return torch.where(batch.mask, log_probs, 0)
+    return torch.where(batch.response_mask, log_probs, 0)
 
 
 def gradient(module):
@@ -145,12 +143,13 @@ def settings_of(**changes):
                 "eval_task": "", "n_numbers": 3, "max_number": 20, "operations": "+-",
                 "n_grpo_steps": 10, "max_minutes": 0.0,
                 "ref_update_every": 0, "min_tokens": 0, "max_tokens": 12, "use_vllm": True,
-                "enforce_eager": True, "vllm_sleep": False, "gpu_mem_util": 0.2}
+                "vllm_sleep": False, "gpu_mem_util": 0.2, "max_turns": 5,
+                "reward_truncated": True}
     return SimpleNamespace(**defaults | changes)
 
 
 def countdown(**changes):
-    return settings_of(**{"task": "countdown", "prompt": starter.SHORT_PROMPT} | changes)
+    return settings_of(**{"task": "countdown", "prompt": "{numbers}={target}:"} | changes)
 
 
 @pytest.fixture(scope="session")
@@ -564,7 +563,7 @@ def test_packed_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, kin
     batch = make_groups() if rows == "shared" else make_rows((5, 19, 9, 12, 3))
     weight = torch.randn(batch.labels.shape, generator=torch.Generator().manual_seed(1))
     got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
-                                         response_mask=batch.mask, temperature=0.7)
+                                         response_mask=batch.response_mask, temperature=0.7)
     (got * weight).sum().backward()
     model = eager_copy(policy)
     wanted = plain_log_probs(model, batch, 0.7)
@@ -575,14 +574,14 @@ def test_packed_log_probs_and_gradients_equal_the_plain_formula(monkeypatch, kin
 
 def test_a_prompt_shared_by_a_group_is_computed_once():
     batch = make_groups()
-    rows, device = (batch.input_ids, batch.labels, batch.mask), torch.device("cpu")
+    rows, device = (batch.input_ids, batch.labels, batch.response_mask), torch.device("cpu")
     inputs, predictors, targets = starter.pack(*rows, device)
     # Prompts, and responses without their last tokens. A prompt ends before the first token of the
     # mask, so row 10, whose first token is masked, is not shared and lays its prompt down again.
     first, second = 7 + (4 + 0 + 8 + 1), 3 + 2 + 0 + 0
     third, fourth = (11 + 5) + 19 + (11 + 1) + (11 + 7), (11 + 3) + 2 + 1 + 0
     assert inputs["input_ids"].shape == (1, first + second + third + fourth)
-    assert len(targets) == batch.mask.sum() == len(predictors)
+    assert len(targets) == batch.response_mask.sum() == len(predictors)
     alone, *_ = starter.pack(*(tensor[:4] for tensor in rows), device)
     assert alone["input_ids"].shape == (1, first)
 
@@ -591,7 +590,7 @@ def test_log_probs_without_mask_with_negative_labels_and_of_any_model():
     policy, batch = make_policy(), make_rows((8, 8))
     model = eager_copy(policy)
     everything = starter.get_response_log_probs(policy, batch.input_ids, batch.labels)
-    batch.mask[:] = True
+    batch.response_mask[:] = True
     assert torch.allclose(everything, plain_log_probs(model, batch), atol=1e-5)
     labels = batch.labels.clone()
     labels[:, :3] = -100
@@ -620,7 +619,7 @@ def test_logits_never_exist_whole(monkeypatch, estimator):
     batch, kept = make_rows([3 + chunk] * 8, vocabulary=vocabulary), []
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
-        starter.grpo_microbatch_step(policy, batch.input_ids, batch.labels, batch.mask,
+        starter.grpo_microbatch_step(policy, batch.input_ids, batch.labels, batch.response_mask,
                                      torch.ones(8), 1, 0.2, ref_model=reference, kl_coef=0.1,
                                      kl_estimator=estimator)
     assert largest.size <= vocabulary * 32, "the output layer is as large as 4 chunks, of 8"
@@ -631,10 +630,10 @@ def test_exact_kl_and_entropy_equal_the_plain_formula(monkeypatch):
     monkeypatch.setattr(starter, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
     policy, reference, batch = make_policy(), make_policy(seed=1), make_groups()
     _, metadata = starter.grpo_microbatch_step(
-        policy, batch.input_ids, batch.labels, batch.mask, torch.zeros(16), 1, 0.2, "dapo",
+        policy, batch.input_ids, batch.labels, batch.response_mask, torch.zeros(16), 1, 0.2, "dapo",
         ref_model=reference, kl_coef=0.5, kl_estimator="exact", temperature=0.8)
     models = eager_copy(policy), eager_copy(reference)
-    log_probs, ref = (model(batch.input_ids).logits[batch.mask].div(0.8).log_softmax(-1)
+    log_probs, ref = (model(batch.input_ids).logits[batch.response_mask].div(0.8).log_softmax(-1)
                       for model in models)
     kl = (log_probs.exp() * (log_probs - ref)).sum(-1)
     (0.5 * kl.mean()).backward()
@@ -708,7 +707,7 @@ def stats_row_by_row(model, ref, batch, temperature):
         row = [policy.gather(1, labels)[:, 0], -(policy.exp() * policy).sum(1),
                reference.gather(1, labels)[:, 0], (policy.exp() * (policy - reference)).sum(1)]
         stats[:, b, :length - 1] = torch.stack(row)
-    return torch.where(batch.mask, stats, 0)
+    return torch.where(batch.response_mask, stats, 0)
 
 
 def check_kind(folders, layout, batch):
@@ -717,7 +716,7 @@ def check_kind(folders, layout, batch):
     assert policy.layout is layout and policy.training
     plain = [AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
              for folder in folders]
-    rows = batch.input_ids, batch.labels, batch.mask
+    rows = batch.input_ids, batch.labels, batch.response_mask
     got = starter.response_stats(policy, *rows, 0.7, reference)
     wanted = stats_row_by_row(*plain, batch, 0.7)
     weight = torch.randn(batch.labels.shape, generator=torch.Generator().manual_seed(1))
@@ -791,7 +790,7 @@ def test_of_a_multimodal_model_the_text_part_is_trained_and_saved(tmp_path, kind
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     batch = make_groups()
     got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
-                                         response_mask=batch.mask)
+                                         response_mask=batch.response_mask)
     for model in (whole, text):
         assert relative(got, plain_log_probs(model, batch)) < 1e-5
     assert type(text) is type(policy.model) and "ForCausalLM" in type(text).__name__
@@ -836,7 +835,7 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(save_folder, 
         policy, _ = starter.init_policy(str(folder), "cpu", gradient_checkpointing)
         assert policy.training and policy.stop_ids == [256]
         starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
-                                       response_mask=batch.mask).sum().backward()
+                                       response_mask=batch.response_mask).sum().backward()
         assert policy.model.is_gradient_checkpointing == gradient_checkpointing
         gradients.append(gradient(policy))
     assert relative(*gradients) < 1e-6
@@ -855,7 +854,7 @@ def test_lora_reference_is_the_model_without_adapters_and_the_sampler_gets_merge
 
     def log_probs(model):
         return starter.get_response_log_probs(model, batch.input_ids, batch.labels,
-                                              response_mask=batch.mask)
+                                              response_mask=batch.response_mask)
 
     assert torch.allclose(log_probs(policy), plain_log_probs(base, batch), atol=3e-5)
     for name, parameter in policy.named_parameters():
@@ -897,7 +896,7 @@ def worst_gap(policy, prompts, responses, temperature=1.0):
     batch = starter.make_batch(starter.repeat(prompts, n), responses)
     with torch.no_grad():
         wanted = plain_log_probs(eager_copy(policy), batch, temperature)
-    return float((wanted - batch.rollout_log_probs)[batch.mask].abs().max())
+    return float((wanted - batch.rollout_log_probs)[batch.response_mask].abs().max())
 
 
 def ids_of(responses):
@@ -1125,14 +1124,14 @@ def test_make_batch_shifts_and_masks_by_length():
     batch = starter.make_batch([[0, 5], [7], [8]], responses)
     assert batch.input_ids.tolist() == [[0, 5, 0, 0], [7, 9, 0, 0], [8, 4, 3, 0]]
     assert batch.labels.tolist() == [[5, 0, 0, 1], [9, 0, 0, 0], [4, 3, 0, 0]]
-    assert batch.mask.int().tolist() == [[0, 1, 1, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
-    sampled = batch.rollout_log_probs[batch.mask].tolist()
+    assert batch.response_mask.int().tolist() == [[0, 1, 1, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
+    sampled = batch.rollout_log_probs[batch.response_mask].tolist()
     assert sampled == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.6])
     # The sampler's log-probs are no measure where the end token was banned.
     banned = starter.make_batch([[0, 5]], responses[:1], min_tokens=2).rollout_log_probs[0, 1:]
     assert banned.isnan().tolist() == [True, True, False]
     some = starter.select(batch, [2, 0])
-    assert some.labels.tolist() == [[4, 3, 0, 0], [5, 0, 0, 1]]
+    assert some['labels'].tolist() == [[4, 3, 0, 0], [5, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 5])
@@ -1242,7 +1241,7 @@ def test_kl_in_the_reward_has_the_gradient_of_the_sequence_kl(kl_in):
 
     def pick(table):
         rows = [[table[prefixes.index(s[:t]), s[t]] for t in range(3)] for s in sequences]
-        return torch.stack([torch.stack(row) for row in rows])    # [27, 3]
+        return torch.stack([torch.stack(row) for row in rows])  # [27, 3]
 
     log_probs, ref = pick(logits.log_softmax(-1)), pick(ref_table.log_softmax(-1))
     probability = log_probs.sum(1).exp()
@@ -1263,7 +1262,7 @@ def test_kl_in_the_reward_uses_the_current_log_probs():
     loss, metadata = starter.compute_loss(torch.tensor([2.0]), policy, old, 0.5, ref, 0.1,
                                           kl_estimator="k1", kl_in="reward")
     loss.sum().backward()
-    cost = (policy - ref).detach()    # 1, -1, 1
+    cost = (policy - ref).detach()  # 1, -1, 1
     advantages = 2.0 - 0.1 * torch.tensor([[cost.sum(), cost[0, 1:].sum(), cost[0, 2]]])
     ratio = (policy - old).detach().exp()
     assert torch.allclose(loss, -ratio * advantages) and torch.allclose(policy.grad, loss)
@@ -1328,7 +1327,7 @@ def test_kl_divergence_by_name_and_unknown_names():
         starter.compute_loss(torch.ones(1), policy, policy, 0.2, ref, 0.1, kl_estimator="k4")
     batch = make_rows((5, 6))
     with pytest.raises(UserError, match="loss_type"):
-        starter.grpo_microbatch_step(make_policy(), batch.input_ids, batch.labels, batch.mask,
+        starter.grpo_microbatch_step(make_policy(), batch.input_ids, batch.labels, batch.response_mask,
                                      torch.ones(2), 1, 0.2, "ppo")
 
 
@@ -1427,7 +1426,7 @@ def step_in_parts(policy, batch, advantages, split, loss_type, divisor, **option
     loss = 0.0
     for rows in split:
         part, _ = starter.grpo_microbatch_step(
-            policy, batch.input_ids[rows], batch.labels[rows], batch.mask[rows], advantages[rows],
+            policy, batch.input_ids[rows], batch.labels[rows], batch.response_mask[rows], advantages[rows],
             len(split), 0.2, loss_type, 24, divisor=divisor, **options)
         loss += float(part)
     return loss, gradient(policy)
@@ -1439,7 +1438,7 @@ def test_the_gradient_does_not_depend_on_the_microbatches(loss_type, estimator):
     policy, reference, batch = make_policy(), make_policy(seed=1), make_groups()
     advantages = torch.randn(16, generator=torch.Generator().manual_seed(0))
     options = {"ref_model": reference, "kl_coef": 0.1, "kl_estimator": estimator}
-    divisor = starter.loss_divisor(batch.mask, loss_type, 24)
+    divisor = starter.loss_divisor(batch.response_mask, loss_type, 24)
     whole = step_in_parts(policy, batch, advantages, [list(range(16))], loss_type, None, **options)
     splits = [[[0, 1, 2], list(range(3, 16))], [[i] for i in range(16)], [list(range(16)), []]]
     for split in splits:
@@ -1456,8 +1455,8 @@ def test_the_gradient_does_not_depend_on_the_microbatches(loss_type, estimator):
         if estimator == "exact":
             full, full_ref = (m(batch.input_ids).logits.log_softmax(-1) for m in (model, ref))
             kl = (full.exp() * (full - full_ref)).sum(-1)
-        loss = torch.where(batch.mask, 0.1 * kl - advantages[:, None], 0)
-    n_rows, n_tokens = int(batch.mask.any(1).sum()), batch.mask.sum(1)
+        loss = torch.where(batch.response_mask, 0.1 * kl - advantages[:, None], 0)
+    n_rows, n_tokens = int(batch.response_mask.any(1).sum()), batch.response_mask.sum(1)
     by_hand = {"grpo": (loss.sum(1) / n_tokens.clamp(min=1)).sum() / n_rows,
                "dr_grpo": loss.sum() / (24 * n_rows), "dapo": loss.sum() / n_tokens.sum()}
     assert whole[0] == pytest.approx(float(by_hand[loss_type]), rel=1e-3)
@@ -1468,10 +1467,10 @@ def test_the_step_takes_old_and_reference_log_probs_as_given():
     with torch.no_grad():
         log_probs = plain_log_probs(eager_copy(policy), batch)
     old = log_probs - 0.1
-    arguments = (policy, batch.input_ids, batch.labels, batch.mask, torch.ones(2), 1, 0.2, "dapo")
+    arguments = (policy, batch.input_ids, batch.labels, batch.response_mask, torch.ones(2), 1, 0.2, "dapo")
     loss, metadata = starter.grpo_microbatch_step(*arguments, old_log_probs=old)
     assert float(loss) == pytest.approx(-math.exp(0.1), rel=1e-4)
-    assert metadata["n_tokens"] == int(batch.mask.sum())
+    assert metadata["n_tokens"] == int(batch.response_mask.sum())
 
 
 def make_state(**changes):
@@ -1516,7 +1515,7 @@ def test_updates_are_clipped_warmed_up_and_skipped_when_not_finite(capsys):
 def test_no_gradient_means_no_step_although_there_is_momentum():
     policy = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(policy.parameters(), 0.1, weight_decay=0.0)
-    for size in (1.0, 0.0, 1e-9):    # 1e-9: kl_coef=1e-9 measures the KL and must do no more
+    for size in (1.0, 0.0, 1e-9):  # 1e-9: kl_coef=1e-9 measures the KL and must do no more
         before = policy.weight.detach().clone()
         for parameter in policy.parameters():
             parameter.grad = torch.full_like(parameter, size)
@@ -1738,7 +1737,7 @@ def test_checkpoints_run_no_code(tmp_path, capsys):
 
 def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
     received = starter.catch_signals()
-    for _ in range(2):    # under torchrun a signal to all processes arrives twice
+    for _ in range(2):  # under torchrun a signal to all processes arrives twice
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
     assert set(received) == {signal.SIGTERM} and "stopping after" in capsys.readouterr().out
@@ -1792,8 +1791,8 @@ BAD_SETTINGS = [
     (["--eval_task=x.jsonl"], "task from a file"), (["--task=no/such.jsonl"], "no/such.jsonl"),
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
     (["--model_id=no/such/model"], "cannot load the model"),
-    (["--model_id=no/latest"], "cannot load the model 'no/latest'"),    # may be on the hub
-    (["--n_numbers=2", "--max_number=1", "--operations=+"], "no Countdown problem"),    # only 1+1
+    (["--model_id=no/latest"], "cannot load the model 'no/latest'"),  # may be on the hub
+    (["--n_numbers=2", "--max_number=1", "--operations=+"], "no Countdown problem"),  # only 1+1
     (["--__class__=5"], "no hyperparameter __class__"), (["--resume=latest"], "no run to resume"),
     (["--resume=no/such/run"], "no run to resume"), (["--resume="], "no run to resume")]
 
@@ -1839,7 +1838,7 @@ def test_run_folders_are_numbered_and_named_after_what_was_set(tmp_path):
 
 
 def test_a_value_is_never_cut_in_the_name_of_a_run_folder(tmp_path):
-    given = {"n_eval": "20", "use_vllm": "False", "n_grpo_steps": "50"}    # 40 letters; 39 fit
+    given = {"n_eval": "20", "use_vllm": "False", "n_grpo_steps": "50"}  # 40 letters; 39 fit
     folder = starter.make_run_folder(SimpleNamespace(out_dir=str(tmp_path)), given)
     assert folder.name == "0001_n_eval=20,use_vllm=False"
 
@@ -1910,7 +1909,7 @@ def check_run(folder, n_steps=3):
     for row in rows[1:]:
         assert all(math.isfinite(value) for value in row.values())
         assert row["train/skipped_steps"] == 0
-        if row["train/frac_groups_zero_std"] < 1:    # otherwise there was nothing to compute
+        if row["train/frac_groups_zero_std"] < 1:  # otherwise there was nothing to compute
             assert ALWAYS <= set(row) and row["rollout/logp_gap_mean"] < 1e-4
     settings = json.loads((folder / "config.json").read_text())
     before = AutoModelForCausalLM.from_pretrained(settings["model_id"]).state_dict()
@@ -1980,7 +1979,7 @@ def test_without_kl_there_are_no_kl_scalars_and_the_model_loads_anywhere(run_mai
     batch = make_groups()
     batch.input_ids, batch.labels = batch.input_ids % 256, batch.labels % 256
     got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
-                                         response_mask=batch.mask)
+                                         response_mask=batch.response_mask)
     assert torch.allclose(got, plain_log_probs(plain, batch), atol=1e-4)
     assert AutoTokenizer.from_pretrained(folder / "model").encode("5") == tokenizer.encode("5")
     assert starter.is_tiny(str(folder / "model"))
@@ -2198,7 +2197,7 @@ def test_lora_is_merged_into_the_model_that_is_written(run_main):
     batch = make_groups()
     batch.input_ids, batch.labels = batch.input_ids % 256, batch.labels % 256
     got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
-                                         response_mask=batch.mask)
+                                         response_mask=batch.response_mask)
     plain = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert torch.allclose(got, plain_log_probs(plain, batch), atol=1e-4)
 
@@ -2278,7 +2277,7 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
         starter.main([f"--resume={folder}", f"--n_grpo_steps={n_steps}"])
     assert "changed on resume: n_grpo_steps 5 -> 7" in capsys.readouterr().out
     got, wanted = numbers_of(folder), numbers_of(whole)
-    for row in got + wanted:    # steps 3 and 5 were last ones, and so evaluated
+    for row in got + wanted:  # steps 3 and 5 were last ones, and so evaluated
         for name in EVALUATION:
             row.pop(name, None)
     assert got == wanted and equal_weights(folder, whole)
@@ -2288,7 +2287,7 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
     factor = wanted[-1]["train/kl_coef"] / 0.1
     assert factor > 1
     starter.main([f"--resume={folder}", "--n_grpo_steps=8", "--kl_coef=0.003"])
-    change = rows_of(folder)[-1]["train/kl_coef"] / 0.003 / factor    # of one step
+    change = rows_of(folder)[-1]["train/kl_coef"] / 0.003 / factor  # of one step
     assert min(abs(change - x) for x in (0.75, 1, 1.5)) < 1e-6
     starter.main([f"--resume={folder}", "--n_grpo_steps=9", "--kl_adaptive=False"])
     assert rows_of(folder)[-1]["train/kl_coef"] == 0.003
@@ -2307,7 +2306,7 @@ def whole_run(script, warm_folder, tmp_path_factory):
 
 def test_five_kills_at_random_moments_change_nothing(script, whole_run, warm_folder, tmp_path):
     rng = random.Random(time.time_ns())
-    for n_lines in (0, 1, 3, 2, 1):    # a step writes a line or two
+    for n_lines in (0, 1, 3, 2, 1):  # a step writes a line or two
         is_started = (tmp_path / "out" / "latest" / "config.json").exists()
         start = ["--resume=latest"] if is_started else [f"--model_id={warm_folder}", *LONG_RUN]
         script.start(tmp_path, *start)
@@ -2379,8 +2378,8 @@ def test_two_ranks_give_the_numbers_of_one(run_main, warm_folder, tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import json, os, sys, starter\n"
                        "for arguments in json.loads(sys.argv[1]):\n    starter.main(arguments)\n"
-                       "    starter.start_process_group = print    # once is enough\n"
-                       "os._exit(0)    # as starter.py does\n")
+                       "    starter.start_process_group = print  # once is enough\n"
+                       "os._exit(0)  # as starter.py does\n")
     start = [f"--model_id={warm_folder}", *SMALL]
     arguments = [[*start, f"--out_dir={tmp_path / f'two_{name}'}", *options]
                  for name, options in runs.items()]
@@ -2568,10 +2567,10 @@ def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(starter, "read_task",
                         lambda cfg: setattr(cfg, "n_eval", 20) or read_task(cfg))
     arguments = ["kl_sweep.py", "--seeds=1", "--warm_start_steps=1"]
-    less = ["--rollout_batch_size=16", "--max_minutes=1e-9"]    # one step
+    less = ["--rollout_batch_size=16", "--max_minutes=1e-9"]  # one step
     monkeypatch.setattr(starter, "main", lambda argv: main([*argv, *less]))
     monkeypatch.setattr(sys, "argv", [*arguments, "--steps=2"])
-    with pytest.raises(KeyboardInterrupt):    # a run that ended early is no result
+    with pytest.raises(KeyboardInterrupt):  # a run that ended early is no result
         kl_sweep.main()
     assert not [*tmp_path.glob("out_kl_sweep/*/result.json")]
     monkeypatch.setattr(sys, "argv", [*arguments, "--steps=1"])
@@ -2581,381 +2580,7 @@ def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
     assert (tmp_path / "assets" / "kl_sweep.png").stat().st_size > 10_000
 
 
-# ---- 10. The calculator example --------------------------------------------------------------
-
-END = "<|end|>"
-
-
-@pytest.mark.parametrize("text, result", [
-    ("<calc>347*582+914</calc>", "= 202868"), ("so <calc> (1+2) * 3 </calc>\n", "= 9"),
-    ("<calc>1/3-1</calc>", "= -2/3"), ("<calc>6/3</calc>", "= 2"), ("<calc>-5</calc>", "= -5"),
-    ("<calc>2+2</calc>=", " 4"), ("<calc>1</calc>= 1 <calc>2</calc> = ", " 2"),
-    ("<calc>2</calc>, ", "= 2"), ("<calc>2</calc>:\n=", " 2"), ("<calc>2</calc><", None),
-    ("<calc><calc>3</calc>", "= 3"), (f"<calc>{'9*' * 99}9</calc>", f"= {9**100}"),
-    ("<calc></calc>", "= error"), ("<calc>1+</calc>", "= error"), ("<calc>1/0</calc>", "= error"),
-    ("<calc>2**9</calc>", "= error"), ("<calc>7//2</calc>", "= error"),
-    ("<calc>007</calc>", "= error"), ("<calc>1 2</calc>", "= error"),
-    ("<calc>1.5</calc>", "= error"), ("<calc>1<2</calc>", "= error"),
-    ("<calc>x</calc>", "= error"), ("<calc>exit()</calc>", "= error"),
-    (f"<calc>{'(' * 99}1{')' * 99}</calc>", "= 1"), ("<calc>((((1</calc>", "= error"),
-    (f"<calc>{'9' * 5000}</calc>", "= error"), ("<calc>١+١</calc>", "= error"),
-    ("<calc>1+1", None), ("1+1</calc>", None), ("<calc>1</calc>= 1", None), ("", None),
-    ("<calc>1</calc> and", None), ("<calc>1</calc>= 1</calc>", None), ("<calc>1<calc>", None)])
-def test_the_result_is_exact_or_error_and_only_after_a_call(text, result):
-    call = calculator.CALL.search(text)
-    assert (calculator.tool_result(call) if call else None) == result
-
-
-def make_bpe():
-    """A tokenizer as real models have it: a tag may end inside a token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    texts = ["<calc>1</calc>= 4\n", "<calc>2</calc>\n\n", "x =>", "<answer>3</answer>"] * 20
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=290, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
-
-
-def make_tiny_tokenizer():
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.add_tokens([calculator.OPEN, calculator.CLOSE])
-    return tokenizer
-
-
-TOKENIZERS = [tiny.make_tokenizer, make_tiny_tokenizer, make_bpe]
-
-
-def test_a_turn_ends_at_tokens_that_may_close_a_call():
-    texts = []
-    for make in TOKENIZERS:
-        tool = calculator.Calculator(make())
-        texts.append({tool.tokenizer.decode([token]) for token in tool.closing_ids})
-    assert texts[0] == {">"} and texts[1] == {">", "</calc>"}
-    assert {">", ">="} <= texts[2] and "=>" in make_bpe().get_vocab() and "=>" not in texts[2]
-
-
-class Scripted(starter.TorchSampler):
-    """A sampler that writes given texts: that of prompt [i] is number i."""
-
-    def __init__(self, tokenizer, texts):
-        self.left = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        self.calls = []
-
-    def generate(self, prompts, params, seeds):
-        self.calls.append((prompts, params, seeds))
-        responses = []
-        for prompt in prompts:
-            left, ids = self.left[prompt[0]], []
-            while len(ids) < params["max_tokens"] and not set(ids) & {*params["stop_token_ids"]}:
-                ids.append(left[len(ids)])
-            self.left[prompt[0]] = left[len(ids):]
-            responses.append(Response(ids, [-1.0 - token for token in ids]))
-        return responses
-
-
-def roll_out(make, texts, max_tokens=400, **changes):
-    """-> (responses, their text with what the model did not choose in [brackets], sampler)"""
-    tool = calculator.Calculator(make())
-    sampler = Scripted(tool.tokenizer, texts)
-    end = tool.tokenizer.eos_token_id
-    params = starter.init_sampling_params(settings_of(max_tokens=max_tokens), 1, [end]) | changes
-    responses = tool.rollout(sampler, [[i] for i in range(len(texts))], params, 7, 3)
-    shown = []
-    for response in responses:
-        ids, logps, mask, finished = response
-        assert len(ids) == len(logps) == len(mask) <= max_tokens
-        assert finished == (ids[-1] == end) and end not in ids[:-1]
-        assert finished or len(ids) == max_tokens
-        assert logps == [-1.0 - token if chosen else 0.0 for token, chosen in zip(ids, mask)]
-        parts, start = "", 0
-        for i in range(1, len(ids) + 1):
-            if i == len(ids) or mask[i] != mask[start]:
-                part = tool.tokenizer.decode(ids[start:i])
-                parts += part if mask[start] else f"[{part}]"
-                start = i
-        shown.append(parts)
-    return responses, shown, sampler
-
-
-@pytest.mark.parametrize("make", TOKENIZERS)
-def test_results_are_inserted_after_the_first_three_calls(make):
-    calls = [f"<calc>{i}+1</calc>" for i in range(5)]
-    _, shown, sampler = roll_out(make, [
-        f"{calls[1]}\n<answer>2</answer>{END}", f"<answer>7</answer>{END}", END,
-        f"a > b <calc>1+</calc> <calc> {calls[2]}{END}", f"<calc>1+1{END}", "".join(calls) + END,
-        f"{'>' * 20}{calls[1]}{END}"])
-    assert shown[0].replace("\n", "") == f"{calls[1]}[= 2]<answer>2</answer>{END}"
-    assert shown[1:3] == [f"<answer>7</answer>{END}", END]
-    assert re.sub(r"\s", "", shown[3]) == f"a>b<calc>1+</calc>[=error]<calc>{calls[2]}[=3]{END}"
-    assert shown[4] == f"<calc>1+1{END}", "a call that never closes"
-    assert shown[5] == (f"{calls[0]}[= 1]{calls[1]}[= 2]{calls[2]}[= 3]{calls[3]}{calls[4]}{END}"
-                        ), "more calls than allowed"
-    assert shown[6] == f"{'>' * 20}{calls[1]}{END}", "the last turn has no calls"
-    assert len(sampler.calls) == calculator.MAX_TURNS
-
-
-def test_every_turn_has_its_own_seeds_and_no_rank_those_of_another():
-    def seeds_of(n_prompts, first, step=3):
-        tool = calculator.Calculator(tiny.make_tokenizer())
-        sampler = Scripted(tool.tokenizer, [">>a" * 40] * n_prompts)
-        params = starter.init_sampling_params(settings_of(max_tokens=50), 2, [256])
-        tool.rollout(sampler, [[i] for i in range(n_prompts)], params, 7, step, first)
-        return [seeds for _, _, seeds in sampler.calls]
-
-    seeds = seeds_of(3, 0)
-    assert len(seeds) > 5 and seeds == seeds_of(3, 0)
-    assert len({*sum(seeds, []), *sum(seeds_of(3, 0, 4), [])}) == 2 * len(sum(seeds, []))
-    both = [first + second for first, second in zip(seeds_of(1, 0), seeds_of(2, 1))]
-    assert both == seeds
-
-
-def test_the_model_may_write_the_equals_sign_together_with_the_tag():
-    tokenizer = make_bpe()
-    text = f"<calc>2*3</calc>= 6{END}"
-    assert ">=" in tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
-    _, shown, _ = roll_out(make_bpe, [f"<calc>2*3</calc>={END}"])
-    assert shown == [f"<calc>2*3</calc>=[ 6]{END}"]
-
-
-def test_max_tokens_counts_the_tokens_of_the_tool():
-    text = f"<calc>999*999</calc>!{END}"    # 20 tokens, then "= 998001", then 2
-    for max_tokens in range(1, 33):
-        responses, shown, _ = roll_out(tiny.make_tokenizer, [text, f"{'x' * 40}{END}"], max_tokens)
-        whole = "<calc>999*999</calc>= 998001!"
-        assert shown[0].replace("[", "").replace("]", "") == (whole + END)[:max_tokens] or (
-            max_tokens >= 30 and shown[0] == f"<calc>999*999</calc>[= 998001]!{END}")
-        assert responses[0].finished == (max_tokens >= 30) and not responses[1].finished
-        assert sum(responses[0].mask) == len(responses[0].ids) - min(8, max(0, max_tokens - 20))
-    # A response is not cut short because another has less room.
-    roll_out(tiny.make_tokenizer, [">" * 11 + "x" * 80, "y" * 40 + ">" * 80], 60)
-
-
-def test_nothing_ends_before_min_tokens_and_no_prompts_are_no_responses():
-    _, _, sampler = roll_out(tiny.make_tokenizer, [f"ab<calc>1</calc>{END}"], min_tokens=4)
-    assert [params["min_tokens"] for _, params, _ in sampler.calls] == [4, 0, 0]
-    tool = calculator.Calculator(tiny.make_tokenizer())
-    params = starter.init_sampling_params(settings_of(max_tokens=9), 2, [256])
-    assert tool.rollout(sampler, [], params, 0, "eval") == []
-    sampler = Scripted(tool.tokenizer, [f"a{END}b{END}c{END}"])
-    assert len(tool.rollout(sampler, [[0]], params | {"n": 3}, 0, 1)) == 3
-
-
-def brute_force(policy, ref, prompts, responses, sampled, advantages, kl_coef):
-    """-> loss per token of the model, a list of rows; metrics. Each token has a forward pass of its
-    own."""
-    rows, entropies, gaps, kls = [], [], [], []
-    for prompt, response, row_sampled, advantage in zip(prompts, responses, sampled, advantages):
-        rows.append([])
-        for i, token in enumerate(response.ids):
-            if not response.mask[i]:
-                continue
-            context = torch.tensor([prompt + response.ids[:i]])
-            log_probs = policy(context).logits[0, -1].log_softmax(-1)
-            ref_log_probs = ref(context).logits[0, -1].log_softmax(-1).detach()
-            kl = (log_probs.exp() * (log_probs - ref_log_probs)).sum()
-            gap = (log_probs[token] - row_sampled[len(prompt) - 1 + i]).detach()
-            ratio = (log_probs[token] - log_probs[token].detach()).exp()
-            rows[-1].append(gap.exp().clamp(max=2) * (kl_coef * kl - ratio * advantage))
-            entropies.append(-(log_probs.exp() * log_probs).sum().item())
-            gaps.append(gap.abs().item())
-            kls.append(kl.item())
-    n = len(gaps)
-    return rows, {"n_tokens": n, "entropy": sum(entropies) / n, "logp_gap_mean": sum(gaps) / n,
-                  "logp_gap_max": max(gaps), "kl_mean": sum(kls) / n, "kl_max": max(kls)}
-
-
-def test_tokens_of_the_tool_have_no_gradient_kl_entropy_or_share_in_the_divisor():
-    texts = [f"<calc>7*8</calc>!{END}", f"a<calc>1/</calc><calc>9*99</calc>{END}", f"xy{END}",
-             "<calc>99*99</calc>" * 4]
-    responses, shown, _ = roll_out(tiny.make_tokenizer, texts, 36)
-    assert ["[" in text for text in shown] == [True, True, False, True]
-    assert shown[3] == "<calc>99*99</calc>[= 9801]<calc>99*99<"
-    prompts = [[5, 6], [5, 6], [7], [8, 9]]
-    policy, ref = make_policy(), make_policy(seed=1)
-    plain, advantages = eager_copy(policy), torch.tensor([1.0, -2.0, 0.5, -0.5])
-    noise = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
-
-    def step(responses, loss_type):
-        batch = starter.make_batch(prompts, responses)
-        with torch.no_grad():
-            sampled = plain_log_probs(plain, batch) + 0.3 * noise[:, :batch.mask.shape[1]]
-        policy.zero_grad()
-        loss, metadata = starter.grpo_microbatch_step(
-            policy, batch.input_ids, batch.labels, batch.mask, advantages, 1, 0.2, loss_type, 36,
-            ref, 0.1, kl_estimator="exact", rollout_log_probs=sampled,
-            divisor=starter.loss_divisor(batch.mask, loss_type, 36))
-        return loss, metadata, gradient(policy), sampled
-
-    rows, metrics = brute_force(plain, eager_copy(ref), prompts, responses,
-                                step(responses, "grpo")[3], advantages, 0.1)
-    total = sum(sum(row) for row in rows)
-    for loss_type, wanted in (("grpo", sum(sum(row) / len(row) for row in rows) / 4),
-                              ("dr_grpo", total / 4 / 36), ("dapo", total / sum(map(len, rows)))):
-        plain.zero_grad()
-        wanted.backward(retain_graph=True)
-        loss, metadata, got, _ = step(responses, loss_type)
-        assert relative(got, gradient(plain)) < 1e-4 and abs(loss - wanted) < 1e-4
-        for name, value in metrics.items():
-            assert math.isclose(metadata[name], value, rel_tol=1e-3), name
-        # It is another loss if the tokens of the tool count.
-        all_chosen = [response._replace(mask=None) for response in responses]
-        loss, metadata, got, _ = step(all_chosen, loss_type)
-        assert relative(got, gradient(plain)) > 0.1 and abs(loss - wanted) > 1e-3
-        for name in ("n_tokens", "entropy"):
-            assert not math.isclose(metadata[name], metrics[name], rel_tol=1e-3), name
-
-
-def test_log_probs_after_a_result_depend_on_it():
-    responses, _, _ = roll_out(tiny.make_tokenizer, [f"<calc>7*8</calc>!?{END}"])
-    policy, wrong = make_policy(), responses[0].ids.copy()
-    place = responses[0].mask.index(False)
-    wrong[place + 2] += 1    # "= 56" -> "= 66"
-    batch = starter.make_batch([[5]] * 2, [responses[0], responses[0]._replace(ids=wrong)])
-    log_probs = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
-                                               response_mask=batch.mask)
-    assert torch.allclose(log_probs, plain_log_probs(eager_copy(policy), batch), atol=1e-4)
-    is_after = torch.arange(len(wrong)) >= place
-    assert torch.equal(log_probs[0][~is_after], log_probs[1][~is_after])
-    assert (log_probs[0] - log_probs[1])[is_after & batch.mask[0]].abs().min() > 1e-3
-
-
-ANY_END = re.compile(r"([0-9]*)[^>]*>(=?)$", re.DOTALL)    # a random model makes no other calls
-
-
-def check_rollout(policy, llm, monkeypatch, context):
-    """What holds for both samplers: log-probs of the trainer, room, seeds. All tokens of the
-    context are used at the longest prompt."""
-    monkeypatch.setattr(calculator, "CALL", ANY_END)
-    with torch.no_grad():
-        for token in (62, 256):
-            policy.model.get_output_embeddings().weight[token] *= 3
-    starter.load_policy_into_vllm_instance(policy, llm)
-    tool = calculator.Calculator(tiny.make_tokenizer())
-    prompts = [[5, 6, 7], [2 + 7 * i % 250 for i in range(context - 36)], [9] * 20]
-    params = starter.init_sampling_params(settings_of(max_tokens=36), 6, [256])
-    responses = tool.rollout(llm, prompts, params, 1, 1)
-    holes = [response.mask.count(False) for response in responses]
-    assert len(responses) == 18 and sum(map(bool, holes)) > 6 and max(holes) >= 14
-    assert {response.finished for response in responses} == {True, False}
-    assert all(response.finished or len(response.ids) == 36 for response in responses)
-    assert len({tuple(response.ids) for response in responses}) > 12
-    assert worst_gap(policy, prompts, responses) < 1e-4
-    assert tool.rollout(llm, prompts, params, 1, 1) == responses
-    assert tool.rollout(llm, prompts, params, 1, 2) != responses
-
-
-def test_the_rollout_in_turns_agrees_with_the_trainer(monkeypatch):
-    policy = make_policy()
-    check_rollout(policy, starter.TorchSampler(policy), monkeypatch, 64)
-
-
-@needs_vllm
-def test_the_rollout_in_turns_agrees_with_the_trainer_on_vllm(engine, monkeypatch):
-    policy, llm = engine
-    randomize(policy.model, 0)
-    check_rollout(policy, llm, monkeypatch, 256)
-
-
-RUN = ["--use_vllm=False", "--rollout_batch_size=16", "--group_size=4", "--n_grpo_steps=3",
-       "--n_eval=8", "--eval_every=2", "--save_every=1", "--use_kl_penalty=True",
-       "--kl_estimator=exact", "--max_tokens=24", "--out_dir=runs", "--lr=1e-3",
-       "--task=few.jsonl"]
-
-
-def reward_length(text, truth):
-    """A random model is never right."""
-    return len(text) % 3 / 2
-
-
-@torch.no_grad()
-def call_often(model, *rest):
-    """Takes the place of the warm start, which takes a minute."""
-    for token in (62, 256):
-        model.get_output_embeddings().weight[token] *= 5
-
-
-@pytest.fixture
-def run_calculator(monkeypatch, tmp_path):
-    """-> function that runs main() in an empty folder; starter is put back afterwards"""
-    for name in ("rollout_with_vllm", "reward_fn", "main"):
-        monkeypatch.setattr(starter, name, getattr(starter, name))
-    monkeypatch.setattr(tiny, "warm_start", call_often)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["calculator.py", *arguments])
-        calculator.main()
-    return run
-
-
-def test_it_trains_and_resumes(run_calculator, monkeypatch, capsys):
-    monkeypatch.setattr(calculator, "CALL", ANY_END)
-    monkeypatch.setattr(calculator, "right_or_wrong", reward_length)
-    rng = random.Random(1)
-    write_rows(Path("few.jsonl"), [calculator.make_problem(rng) for _ in range(60)])
-
-    def train(*arguments):
-        run_calculator(*arguments)
-        return Path("runs/latest").resolve(), capsys.readouterr().out
-
-    whole, output = train(*RUN)
-    calls = [float(number) for number in re.findall("Calls per response: (.*)", output)]
-    assert len(calls) == 3 and min(calls) > 0.1
-    metrics = rows_of(whole)[1:]
-    assert all(row["rollout/logp_gap_max"] < 1e-4 for row in metrics)
-    assert all(row["train/loss"] and 0 < row["kl/mean"] < 1 for row in metrics[1:])
-    first, _ = train(*RUN, "--n_grpo_steps=2")
-    resumed, output = train("--resume=latest", "--out_dir=runs", "--n_grpo_steps=3")
-    changes = {*re.findall("changed on resume: (.*)", output)}
-    assert resumed == first and changes == {"n_grpo_steps 2 -> 3"}
-    assert numbers_of(resumed) == numbers_of(whole) and equal_weights(resumed, whole)
-
-
-def test_what_is_given_wins_over_the_defaults_and_the_data_is_written(run_calculator, monkeypatch):
-    seen = []
-    monkeypatch.setattr(starter, "main", lambda argv: seen.append(starter.read_arguments(argv)))
-    run_calculator()
-    run_calculator("--lr", "1e-5", "--prompt={question} is")
-    assert seen[0] == {"model_id": "out/tiny_calculator", "task": "out/calculator.jsonl",
-                       "prompt": "{question}:", "n_grpo_steps": "25", "lr": "0.0004",
-                       "max_tokens": "64"}
-    assert seen[1] == seen[0] | {"lr": "1e-5", "prompt": "{question} is"}
-    assert list(seen[1])[:2] == ["lr", "prompt"], "the name of a run begins with what was given"
-    rows = rows_of("out", "calculator.jsonl")
-    assert len({row["question"] for row in rows}) == len(rows) == 4000
-    assert sorted(path.name for path in Path("out").iterdir()) == [
-        "calculator.jsonl", "tiny_calculator"]
-
-
-@pytest.mark.parametrize("arguments, words", [
-    (["--max_toknes=5"], "did you mean max_tokens?"), (["--resume=latest"], "no run to resume")])
-def test_errors_are_one_line(run_calculator, monkeypatch, capsys, arguments, words):
-    monkeypatch.setattr(sys, "argv", ["calculator.py", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(HERE / "examples" / "calculator.py"), run_name="__main__")
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
-
-
-def test_the_reward_is_right_or_wrong_and_the_prompts_have_the_question():
-    problem = calculator.make_problem(random.Random(0))
-    assert eval(problem["question"]) == int(problem["answer"])
-    rewards = [calculator.right_or_wrong(f"<answer>{answer}</answer>", problem)
-               for answer in (problem["answer"], 5)]
-    assert rewards == [1.0, 0.0] and calculator.right_or_wrong("", problem) == 0.0
-    for prompt in (calculator.PROMPT, calculator.TINY_PROMPT):
-        assert problem["question"] in prompt.format(**problem)
-    # The example in the prompt is a call as the rollout reads it, with the result that it gives.
-    call = calculator.CALL.search(calculator.PROMPT[:calculator.PROMPT.rindex("</calc>") + 7])
-    assert f"</calc>{calculator.tool_result(call)}." in calculator.PROMPT
-    for prompt, response in calculator.warm_start_examples(0):
-        question = prompt.removesuffix(":")
-        assert f"<calc>{question}</calc>= {eval(question)}<" in response or "calc" not in response
-
-
-# ---- 11. README ------------------------------------------------------------------------------
+# ---- 10. README ------------------------------------------------------------------------------
 
 README = (HERE / "README.md").read_text()
 
@@ -2994,7 +2619,7 @@ def judge(monkeypatch):
             pass
 
     class Server(http.server.ThreadingHTTPServer):
-        request_queue_size = 128    # 5 would reset some of 32 connections at once
+        request_queue_size = 128  # 5 would reset some of 32 connections at once
 
     server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -3031,7 +2656,7 @@ def test_the_changes_in_the_readme_work(name, diff, warm_folder, tmp_path, monke
     assert effects[name]
 
 
-# ---- 12. GPU ---------------------------------------------------------------------------------
+# ---- 11. GPU ---------------------------------------------------------------------------------
 
 @needs_cuda
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
@@ -3044,7 +2669,7 @@ def test_gpu_packed_flash_attention_equals_padded(kind):
     model = eager_copy(policy)
     plain_log_probs(model, batch).sum().backward()
     policy = starter.Policy(policy.model.to("cuda", torch.bfloat16), [256])
-    ids, labels, mask = (tensor.cuda() for tensor in (batch.input_ids, batch.labels, batch.mask))
+    ids, labels, mask = (tensor.cuda() for tensor in (batch.input_ids, batch.labels, batch.response_mask))
     got = starter.get_response_log_probs(policy, ids, labels, response_mask=mask)
     got.sum().backward()
     assert got.dtype == torch.float32 and (got.cpu() - wanted).abs().max() < 0.1

@@ -6,14 +6,11 @@ It is an ordinary model folder, for transformers, vLLM and `python starter.py --
 start teaches the form of an answer and some arithmetic; about one sampled answer in four is right. The
 rest is for GRPO. Its problems come before those of starter.py and are never held-out ones.
 """
-import math, sys, time
+import json, math, sys, time
+from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):    # before the slow imports
-    print(__doc__)
-    sys.exit()
-
-import starter
+import starter  # first: it answers --help before the slow imports
 import tiktoken
 import torch
 import torch.nn.functional as F
@@ -22,8 +19,9 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 PROBLEMS = SimpleNamespace(n_numbers=3, max_number=20, operations="+-",
                            prompt="{numbers}={target}:")
-ANY = r"[\s\S]"    # one letter at a time
-SPECIAL = ["<|end|>", "<|pad|>", "<answer>", "</answer>"]    # ids 256 to 259, after the bytes
+ANY = r"[\s\S]"  # one letter at a time
+SPECIAL = ["<|end|>", "<|pad|>", "<answer>", "</answer>"]  # ids 256 to 259, after the bytes
+ONE_TURN = "{{ messages[-1]['content'] }}"
 
 
 def make_encoding():
@@ -40,7 +38,7 @@ def make_tokenizer():
     converter.load_tiktoken_bpe = lambda _: encoding._mergeable_ranks
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=converter.converted(),
                                         eos_token=SPECIAL[0], pad_token=SPECIAL[1])
-    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    tokenizer.chat_template = ONE_TURN
     probe = "3 5 7=22:<answer>3*5+7</answer> ü€\n\x00<|end|>"
     if tokenizer.encode(probe) != encoding.encode(probe, allowed_special="all"):
         raise RuntimeError("the tokenizer does not give the ids of the tiktoken encoding")
@@ -70,9 +68,10 @@ def warm_start(model, tokenizer, examples, steps, lr=4e-3):
         prompts, answers = zip(*examples(step))
         responses = [starter.Response(tokenizer.encode(a) + [tokenizer.eos_token_id]) for a in answers]
         batch = starter.make_batch([tokenizer.encode(p) for p in prompts], responses)
-        logits = model(batch.input_ids).logits[batch.mask]
+        mask = batch.response_mask
+        logits = model(batch.input_ids).logits[mask]
         # Label smoothing keeps the model unsure: GRPO needs variety.
-        loss = F.cross_entropy(logits, batch.labels[batch.mask], label_smoothing=0.07)
+        loss = F.cross_entropy(logits, batch.labels[mask], label_smoothing=0.07)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -87,15 +86,37 @@ def warm_start(model, tokenizer, examples, steps, lr=4e-3):
     model.zero_grad()
 
 
-def main(folder="tiny", steps=300):
+def main(folder="tiny", examples=countdown_examples, steps=300, new_tokens=(), seed=42,
+         chat_template=ONE_TURN):
+    """Write a tiny model that was warm-started on examples(step)."""
     print(f"making the tiny model in {folder}/ (once, about two minutes)", flush=True)
     torch.use_deterministic_algorithms(True)
-    model, tokenizer = make_model(), make_tokenizer()
-    warm_start(model, tokenizer, countdown_examples, steps)
-    with starter.written_whole(starter.Path(folder)) as temporary:
+    with starter.written_whole(Path(folder)) as temporary:  # first: can it be written?
+        model, tokenizer = make_model(seed), make_tokenizer()
+        tokenizer.chat_template = chat_template
+        if new_tokens := list(new_tokens):  # a token for each word: easier to learn than letters
+            tokenizer.add_tokens(new_tokens)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        warm_start(model, tokenizer, examples, steps)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
 
+def train_example(name, rows, settings, tiny_settings, examples, steps, **options):
+    """Train on these rows: a real model on a GPU, otherwise one of main(), made on first use."""
+    given = starter.read_arguments(sys.argv[1:])
+    data, model_id = Path(f"out/{name}.jsonl"), f"out/tiny_{name}"
+    with starter.written_whole(data) as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not torch.cuda.is_available() or given.get("device") == "cpu":
+        settings = {"model_id": model_id} | tiny_settings
+        if given.get("model_id", model_id) == model_id and not Path(model_id).exists():
+            main(model_id, examples, steps, **options)
+    settings = {"task": data} | settings
+    if "resume" in given:
+        settings = {}
+    starter.main([f"--{name}={value}" for name, value in (settings | given).items()])
+
+
 if __name__ == "__main__":
-    main()
+    starter.run(main)
