@@ -13,7 +13,7 @@ train: $(VENV)/ready
 	$(RUN) starter.py $(ARGS)
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -q test_starter.py $(ARGS)
+	$(RUN) -m pytest -q -n 2 --dist loadgroup test_starter.py examples $(ARGS)
 
 bench: $(VENV)/ready
 	$(RUN) bench.py $(ARGS)

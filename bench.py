@@ -1,6 +1,7 @@
 """How fast, how large: the trainer itself on fixed work, with a model of random weights.
 
-    python bench.py --size=1.7b --new_tokens=512      sizes: tiny, 0.6b, 1.7b, 4b, 8b (Qwen3's)
+    python bench.py --size=1.7b --new_tokens=512      sizes: tiny, 0.6b, 1.7b, 4b, 8b (Qwen3's);
+                                                      qwen3.5 of 0.8 B, and qwen3 of that size
     python bench.py --kl=True --rollout=False         with a KL penalty; the update alone
     python bench.py --bare=True                       rollouts beside vLLM alone, same prompts
     python bench.py --peer=trl                        the same work in TRL, if it is installed
@@ -19,13 +20,30 @@ from types import SimpleNamespace
 import tiny
 import torch
 from torch.utils.benchmark import Timer
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 SIZES = {  # Qwen3: width, width of the MLP, layers, attention heads, is the output layer tied
     "0.6b": (1024, 3072, 28, 16, True), "1.7b": (2048, 6144, 28, 16, True),
     "4b": (2560, 9728, 36, 32, True), "8b": (4096, 12288, 36, 32, False)}
+PAIR = ("qwen3.5", "qwen3")  # 0.75 B each: three of four layers have linear attention, or none
 SHORT_NAMES = {"kl": "use_kl_penalty", "checkpointing": "gradient_checkpointing",
                "vllm": "use_vllm", "sleep": "vllm_sleep"}
+
+
+def make_config(size):
+    common = {"max_position_embeddings": 40960, "bos_token_id": None, "eos_token_id": 256,
+              "pad_token_id": 257}
+    if size == "qwen3.5":
+        return Qwen3_5TextConfig(
+            **common, vocab_size=248320, hidden_size=1024, intermediate_size=3584, head_dim=256,
+            num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2,
+            linear_num_key_heads=16, linear_num_value_heads=16, tie_word_embeddings=True)
+    vocabulary = 248320 if size == "qwen3" else 151936
+    width, mlp_width, layers, heads, is_tied = SIZES.get(size, (1024, 3072, 32, 16, True))
+    return Qwen3Config(
+        **common, vocab_size=vocabulary, hidden_size=width, intermediate_size=mlp_width,
+        head_dim=128, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+        rope_theta=1e6, tie_word_embeddings=is_tied)
 
 
 def make_model_folder(size, folder):
@@ -34,12 +52,7 @@ def make_model_folder(size, folder):
         model = tiny.make_model()
     else:
         torch.manual_seed(0)
-        width, mlp_width, layers, heads, is_tied = SIZES[size]
-        config = Qwen3Config(
-            vocab_size=151936, hidden_size=width, intermediate_size=mlp_width, head_dim=128,
-            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-            max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=is_tied,
-            bos_token_id=None, eos_token_id=256, pad_token_id=257)
+        config = make_config(size)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with starter.written_whole(folder) as temporary:
@@ -178,7 +191,9 @@ def flops(model, options, length):
     n_prompt, n_response = options.prompt_tokens, options.group * length
     pairs = n_prompt**2 / 2 + n_response * (n_prompt + length / 2)
     products = body * (n_prompt + n_response) + head * n_response
-    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    layer_types = getattr(config, "layer_types", ["full_attention"] * config.num_hidden_layers)
+    n_attending = layer_types.count("full_attention")
+    width = n_attending * config.num_attention_heads * config.head_dim
     return options.prompts * (6 * products + 12 * width * pairs)
 
 
@@ -302,7 +317,7 @@ def main():
         trl_microbatch=128 if is_tiny else 16, sweep=False, picture="", memory=False, soak=0,
         lengths="32,128,512" if is_tiny else "256,1024,4096,8192")
     starter.override(options, {name: given[name] for name in vars(options) if name in given})
-    for name, choices in {"size": ["tiny", *SIZES], "peer": ["", "trl", "trl_alone"]}.items():
+    for name, choices in {"size": ["tiny", *SIZES, *PAIR], "peer": ["", "trl", "trl_alone"]}.items():
         if getattr(options, name) not in choices:
             raise starter.UserError(f"{name} must be one of {choices}")
     # All other names are the trainer's. On a CPU starting vLLM takes longer than the measurement.

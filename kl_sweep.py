@@ -203,19 +203,20 @@ def one_token_toy():
     pi, ref, older = torch.tensor([[.6, .3, .1], [.3, .3, .4], [.4, .3, .3]], dtype=torch.float64)
     terms = {"k1": ("k1", False), "k2": ("k2", False), "k3 (GRPO's paper)": ("k3", False),
              "rho·k1": ("k1", True), "rho·k2": ("k2", True),
-             "**rho·k3** (default)": ("k3", True), "exact": ("exact", True)}
-    print("| term | value | gradient | gradient of what | off-policy: value | gradient | of what |")
-    print("|---|---|---|---|---|---|---|")
+             "rho·k3 (default)": ("k3", True), "exact": ("exact", True)}
+    header = f"  {'value':>7}  {'gradient':<14}  {'that of':<11}"
+    print(f"{'':18}  {'on-policy':<36}  off-policy")
+    print(f"{'':18}{header}{header}".rstrip())
     for name, (estimator, is_weighted) in terms.items():
-        line = f"| {name} |"
+        line = f"{name:<18}"
         for old in (pi, older):
             value, gradients = loss_of_each_word(pi, ref, old, estimator, is_weighted)
             mean = old @ gradients
             spread = (old @ (gradients - mean)**2).sqrt()
             mean[mean.abs() < 1e-9] = 0.0  # rounding errors would print as -0.0000
-            line += f" {old @ value:.4f} | {mean[0]:.4f} ± {spread[0]:.2f} |"
-            line += f" {name_of_gradient(mean, pi, ref, old)} |"
-        print(line.replace("-", "−"))
+            line += f"  {old @ value:7.4f}  {mean[0]:7.4f} ± {spread[0]:.2f}"
+            line += f"  {name_of_gradient(mean, pi, ref, old):<11}"
+        print(line.rstrip())
 
 
 def loss_of_each_word(pi, ref, old, estimator, is_weighted):
@@ -234,7 +235,7 @@ def loss_of_each_word(pi, ref, old, estimator, is_weighted):
 def name_of_gradient(gradient, pi, ref, old):
     """-> the KL that has this gradient"""
     if gradient.norm() == 0:
-        return "nothing: 0"
+        return "nothing"
     logits = pi.log().requires_grad_()
     policy = logits.softmax(0)
     known = {"KL(pi‖ref)": kl_divergence(policy, ref), "KL(ref‖pi)": kl_divergence(ref, policy),
@@ -249,13 +250,11 @@ def name_of_gradient(gradient, pi, ref, old):
 def three_token_toy():
     """Print how far the gradient of a KL term is from that of the KL of the whole response: all
     responses of three tokens over three words, medians over 60 random policies."""
-    print("\n| KL(pi‖ref), per token | KL(old‖pi), per token | rho·k3 in the loss | "
-          "k1 in the reward |\n|---|---|---|---|")
+    print("\nKL(pi‖ref)  KL(old‖pi)  error of rho·k3 in the loss  of k1 in the reward")
     for distance, shift in ((.1, 0), (.3, 0), (.5, 0), (1, 0), (.5, .1), (.5, .2), (.5, .3)):
         rows = [errors_of_gradients(distance, shift, seed) for seed in range(60)]
         medians = [statistics.median(column) for column in zip(*rows)]
-        kl, moved, loss_error, reward_error = medians
-        print(f"| {kl:.4f} | {moved:.4f} | {100 * loss_error:.1f} % | {100 * reward_error:.1f} % |")
+        print("{:10.4f}  {:10.4f}  {:27.1%}  {:19.1%}".format(*medians))
 
 
 def errors_of_gradients(distance, shift, seed):

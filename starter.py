@@ -260,7 +260,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
                 # Rows without advantage have no gradient; check_agreement needs all of step 1.
-                rows = [row for row in rows if batch.advantages_per_seq[row] != 0]
+                rows = [row for row in rows if batch.advantages_per_seq[row].any()]
             microbatches = make_microbatches(batch, rows, cfg, policy.layout)
             loss = 0.0
             for i, micro_rows in enumerate(microbatches, 1):

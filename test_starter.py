@@ -1,6 +1,6 @@
-"""The full test suite, in the order of starter.py's sections: python -m pytest test_starter.py
+"""The full test suite, in the order of starter.py's sections: make test
 
-It takes about five minutes on two cores, with the real vLLM if it is installed."""
+It takes about four minutes on two cores, with the real vLLM if it is installed."""
 import ast, contextlib, copy, errno, functools, http.server, importlib.util, io, itertools, json
 import math, os, random, re, runpy, shutil, signal, subprocess, sys, threading, time, types
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,14 @@ from starter import Response, RunFailed, UserError
 HERE = Path(starter.__file__).parent
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+has_vllm = importlib.util.find_spec("vllm")
+
+
+def needs_vllm(test):
+    """One process runs all of these: they share an engine."""
+    is_missing = pytest.mark.skipif(not has_vllm, reason="needs vLLM")
+    return pytest.mark.xdist_group("vllm")(is_missing(test))
+
 
 # ---- Helpers: models, batches, runs ----------------------------------------------------------
 
@@ -2300,6 +2307,7 @@ def whole_run(script, warm_folder, tmp_path_factory):
     return folder / "out" / "latest"
 
 
+@pytest.mark.xdist_group("whole run")
 def test_five_kills_at_random_moments_change_nothing(script, whole_run, warm_folder, tmp_path):
     rng = random.Random(time.time_ns())
     for n_lines in (0, 1, 3, 2, 1):  # a step writes a line or two
@@ -2316,6 +2324,7 @@ def test_five_kills_at_random_moments_change_nothing(script, whole_run, warm_fol
     assert not list(folder.rglob("*.tmp")) and not list(folder.rglob("*.old"))
 
 
+@pytest.mark.xdist_group("whole run")
 def test_ctrl_c_saves_and_the_printed_command_continues(script, whole_run, warm_folder, tmp_path):
     script.start(tmp_path, f"--model_id={warm_folder}", *LONG_RUN, "--save_every=0")
     script.until("Step 3 ")
@@ -2329,6 +2338,7 @@ def test_ctrl_c_saves_and_the_printed_command_continues(script, whole_run, warm_
     assert got == wanted and equal_weights(tmp_path / "out" / "latest", whole_run)
 
 
+@pytest.mark.xdist_group("whole run")
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, whole_run, tmp_path):
     folder = tmp_path / "out" / "0001"
     shutil.copytree(whole_run.resolve(), folder)
@@ -2573,20 +2583,16 @@ def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
     assert (tmp_path / "assets" / "kl_sweep.png").stat().st_size > 10_000
 
 
-# ---- 10. README ------------------------------------------------------------------------------
+def test_the_toys_print_what_kl_md_says(monkeypatch, capsys):
+    import kl_sweep
+    monkeypatch.setattr(sys, "argv", ["kl_sweep.py", "--toys"])
+    kl_sweep.main()
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    document = [line.strip() for line in (HERE / "KL.md").read_text().splitlines()]
+    assert len(printed) > 15 and [line for line in printed if line not in document] == []
 
-README = (HERE / "README.md").read_text()
 
-
-def apply_change(source, diff):
-    for name, hunk in re.findall(r"^@@ (\w+)\n((?:[-+ ].*\n)+)", diff, re.MULTILINE):
-        old, new = ("".join(line[1:] for line in hunk.splitlines(True) if line[0] in marks)
-                    for marks in ("- ", "+ "))
-        function = source[source.index(f"\ndef {name}("):].split("\n\n\n")[0] + "\n"
-        assert function.count(old) == source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
-
+# ---- 10. The edits in README's "Hack it" ------------------------------------------------------
 
 @contextlib.contextmanager
 def judge(monkeypatch):
@@ -2613,32 +2619,63 @@ def judge(monkeypatch):
     server.shutdown()
 
 
-CHANGES = re.findall(r"\*\*(.+?)\.?\*\*.*?```diff\n(.*?)```", README.partition("## Hack it")[2],
-                     re.DOTALL)
+@pytest.fixture
+def run_edit(warm_folder, tmp_path):
+    """-> function that applies an edit with the README's command and trains with it"""
+    def run(name, *arguments):
+        command = f"git apply examples/{name}.diff"
+        assert command in (HERE / "README.md").read_text()
+        shutil.copy(HERE / "starter.py", tmp_path)
+        shutil.copytree(HERE / "examples", tmp_path / "examples", dirs_exist_ok=True)
+        subprocess.run(command.split(), cwd=tmp_path, check=True)
+        changed = types.ModuleType("changed")
+        changed.__file__ = str(tmp_path / "starter.py")
+        exec(compile((tmp_path / "starter.py").read_text(), changed.__file__, "exec"),
+             changed.__dict__)
+        changed.test_functions()
+        changed.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path}", *arguments])
+        return changed, rows_of(tmp_path / "latest")[1:]
+    return run
 
 
-@pytest.mark.parametrize("name, diff", CHANGES, ids=[name for name, _ in CHANGES])
-def test_the_changes_in_the_readme_work(name, diff, warm_folder, tmp_path, monkeypatch):
-    assert len(CHANGES) == 5
-    changed = types.ModuleType("changed")
-    source = apply_change((HERE / "starter.py").read_text(), diff)
-    exec(compile(source, "starter.py", "exec"), changed.__dict__)
-    options = {"GSPO's sequence-level ratio": ["--inner_epochs=2"],
-               "A second task": ["--task=sort", "--max_prompt_tokens=64"]}
-    changed.test_functions()
+def test_edit_judge(run_edit, monkeypatch):
     with judge(monkeypatch) as asked:
-        changed.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path}",
-                      *options.get(name, [])])
-    rows, samples = rows_of(tmp_path / "latest"), rows_of(tmp_path / "latest", "samples.jsonl")
-    assert len(rows) == 4
-    effects = {
-        "An entropy bonus": rows[1]["train/loss"] == pytest.approx(
-            -0.01 * rows[1]["train/entropy"], rel=0.5),
-        "A judge over HTTP": len(asked) == 3 * 16 + 3 * 8,
-        "A length penalty": 0.9 <= max(sample["reward"] for sample in samples) < 1,
-        "GSPO's sequence-level ratio": rows[1].get("train/approx_kl", 0) > 0,
-        "A second task": samples[0]["prompt"].startswith("sort [")}
-    assert effects[name]
+        _, rows = run_edit("judge", "--reward_truncated=True")
+    assert len(asked) == 3 * 16 + 3 * 8 and asked[0].keys() == {"response", "problem"}
+    assert {row["train/reward_mean"] * 32 % 1 for row in rows} == {0}, "answers are 0, 0.5 and 1"
+
+
+def test_edit_leave_one_out(run_edit):
+    changed, _ = run_edit("leave_one_out")
+    advantages = changed.group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.4]), 4, False)
+    assert advantages.tolist() == pytest.approx([1 - 0.4 / 3, -1.4 / 3, -1.4 / 3, 0.4 - 1 / 3])
+
+
+def test_edit_dynamic_sampling(run_edit, run_main):
+    arguments = ["--rollout_batch_size=32", "--lr=1e-9"]
+    plain = rows_of(run_main(*arguments))[1:]
+    _, rows = run_edit("dynamic_sampling", *arguments)
+    share = "train/frac_groups_zero_std"
+    assert sum(row[share] for row in rows) < sum(row[share] for row in plain)
+    assert rows[0]["train/entropy"] > 0 and len(rows) == 3
+
+
+def test_edit_entropy_bonus(run_edit, run_main):
+    arguments = ["--lr=1e-9", "--loss_type=dapo", "--inner_epochs=1"]
+    plain = rows_of(run_main(*arguments))[1:]
+    _, rows = run_edit("entropy_bonus", *arguments)
+    for row, other in zip(rows, plain, strict=True):  # rows without advantage have it, too
+        bonus = other["train/loss"] - row["train/loss"]
+        assert bonus == pytest.approx(0.01 * row["train/entropy"], rel=0.3)
+
+
+def test_edit_gspo(run_edit):
+    changed, rows = run_edit("gspo", "--inner_epochs=2")
+    log_pi = torch.tensor([[0.1, 0.3]], requires_grad=True)
+    loss, _ = changed.compute_loss(torch.ones(1), log_pi, torch.zeros(1, 2), 0.5)
+    slope, = torch.autograd.grad(loss.sum(), log_pi)
+    assert loss.tolist() == slope.tolist() == [[pytest.approx(-math.exp(0.2))] * 2]
+    assert rows[1]["train/approx_kl"] > 0
 
 
 # ---- 11. GPU ---------------------------------------------------------------------------------
