@@ -36,8 +36,8 @@ if IS_LAUNCHED:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
-import ast, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, inspect, itertools
-import json, logging, math, operator, random, re, shutil, signal, tempfile, traceback, warnings
+import ast, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools, json
+import logging, math, operator, random, re, shutil, signal, tempfile, traceback, warnings
 import zipfile, zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -334,8 +334,9 @@ def reward_fn(generated_text, ground_truth):
     """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own:
     ground_truth is the problem, a dict. A reward of at least 0.9 counts as correct."""
     truth = {"answer": ground_truth} if isinstance(ground_truth, str) else ground_truth
-    if truth.get("rendered", "").rstrip().endswith("<answer>"):  # begun by the prompt
-        generated_text = "<answer>" + generated_text
+    for tag in ("<answer>", "<think>"):
+        if truth.get("rendered", "").rstrip().endswith(tag):  # begun by the prompt
+            generated_text = tag + generated_text
     answer = final_answer(generated_text, ANSWERS if "answer" in truth else TAGS)
     if answer is None:
         return 0.0
@@ -354,7 +355,8 @@ HASHES = r"####\s*((?!####)\S(?:(?!####)[^\n])*)"
 ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
 NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
 UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
-NO_UNITS = {"dozen", "hundred", "thousand", "k", "million", "billion", "trillion", "squared"}
+NO_UNITS = set("dozen hundred thousand k million billion trillion squared factorial pi i e x y "
+               "z n".split())
 
 
 def final_answer(text, pattern=ANSWERS):
@@ -382,12 +384,13 @@ def parse_number(answer):
     """-> (Fraction or None, unit, text)"""
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1", str(answer).lower())
     text = text.replace("\\", "").replace("\N{MINUS SIGN}", "-").strip("* ")
-    text = " ".join(text.split()).rstrip(". $")
+    text = " ".join(text.split()).replace("- ", "-").replace("-$", "$-").rstrip(". $")
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
     match = re.fullmatch(f"{NUMBER}(?: ?{UNIT})?", text)
     with contextlib.suppress(ValueError, ZeroDivisionError):
         if match and match[4] not in NO_UNITS:
-            return Fraction(match[2]), "dollar" if match[1] else (match[3] or "").rstrip("s"), text
+            unit = re.sub("(?<=[a-z]{2})s$", "", match[3] or "")  # dollars, but not s or ms
+            return Fraction(match[2]), "dollar" if match[1] else unit, text
     return None, "", text
 
 
@@ -993,15 +996,13 @@ def init_vllm(policy, cfg):
     llm, failure, is_missing = None, "", False
     if cfg.use_vllm:
         print("starting vLLM ...")
-        try:
-            llm = start_vllm(policy, cfg)
-            load_policy_into_vllm_instance(policy, llm)
+        # Each step on all ranks or on none: in the next one they would wait for each other.
+        llm_class, failure, is_missing = attempt(import_vllm)
+        if not failure:
+            llm, failure, is_missing = attempt(start_vllm, llm_class, policy, cfg)
+        if not failure:
+            _, failure, is_missing = attempt(load_policy_into_vllm_instance, policy, llm)
             gc.freeze()  # collecting vLLM's objects is slow
-        except Exception as error:
-            failure = " ".join(repr(error).split())[:400]
-            # Not installed, or built for another torch
-            is_missing = isinstance(error, (ImportError, OSError)) or "'_C'" in failure
-    failure, is_missing = max(gather((failure, is_missing)))
     if failure and not is_missing:
         raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. Set "
                         "--use_vllm=False, or change gpu_mem_util if it is about memory")
@@ -1012,8 +1013,23 @@ def init_vllm(policy, cfg):
     return llm
 
 
-def start_vllm(policy, cfg):
+def attempt(function, *arguments):
+    """-> (result, error of any rank as text, is vLLM not installed or built for another torch?)"""
+    result, failure, is_missing = None, "", False
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        failure = " ".join(repr(error).split())[:400]
+        is_missing = isinstance(error, (ImportError, OSError)) or "'_C'" in failure
+    return result, *max(gather((failure, is_missing)))
+
+
+def import_vllm():
     from vllm import LLM
+    return LLM
+
+
+def start_vllm(llm_class, policy, cfg):
     length = cfg.max_prompt_tokens + cfg.max_tokens
     if cfg.device == "cuda":
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
@@ -1032,9 +1048,9 @@ def start_vllm(policy, cfg):
         policy.model.config.architectures = [type(policy.model).__name__]
         policy.model.config.save_pretrained(folder)
         # CUDA graphs end at 512 sequences.
-        llm = LLM(folder, **options, load_format="dummy", skip_tokenizer_init=True,
-                  max_model_len=length, logprobs_mode="processed_logprobs",
-                  max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
+        llm = llm_class(folder, **options, load_format="dummy", skip_tokenizer_init=True,
+                        max_model_len=length, logprobs_mode="processed_logprobs",
+                        max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
     # Undo vLLM's patches of the policy's class.
     model_class.__init__, model_class.__call__ = init, torch.nn.Module.__call__
     return llm
@@ -1675,8 +1691,9 @@ def report(folder, cfg):
     if RANK:
         return
     rows = read_rows(folder / "metrics.jsonl")
-    first, *later = [row for row in rows if "eval/accuracy" in row]
-    print(f"\nHeld-out accuracy, sampled: {first['eval/accuracy']:.1%}", end="")
+    first, *later = [row for row in rows if "eval/accuracy" in row] or [None]
+    if first:
+        print(f"\nHeld-out accuracy, sampled: {first['eval/accuracy']:.1%}", end="")
     if later:
         last, best = later[-1], max(later, key=lambda row: row["eval/mean_reward"])
         accuracy = last["eval/accuracy"]
@@ -1686,7 +1703,7 @@ def report(folder, cfg):
             print(f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/", end="")
     print(f"\n  try it    python sample.py --model_id={folder}/model\n"
           f"  curves    tensorboard --logdir {folder.parent}/tb")
-    if rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
+    if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
         print(f"  continue  python {sys.argv[0]} --resume={folder}")
 
 
@@ -1894,7 +1911,9 @@ def settings_of_run(typed):
 def origin(cfg):
     """-> what a run is made of beside its settings: the file of its reward, its data"""
     files = [Path(name) for name in (cfg.task, cfg.eval_task) if Path(name).is_file()]
-    return {"script": os.path.abspath(inspect.getfile(reply or reward_fn)),
+    code = getattr(reply or reward_fn, "__code__", None)  # a partial() has none
+    script = code.co_filename if code else sys.argv[0]
+    return {"script": os.path.abspath(script),
             "checksums": [zlib.crc32(file.read_bytes()) for file in files]}
 
 
@@ -1982,12 +2001,14 @@ def make_run_folder(cfg, given):
         try:
             out.mkdir(parents=True, exist_ok=True)
             descriptor = lock(out, wait=True)
-            numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
-            name = f"{max(numbers, default=0) + 1:04d}{label}"
-            (out / name).mkdir()
-            (out / name / "latest").symlink_to(name)
-            (out / name / "latest").replace(out / "latest")
-            os.close(descriptor)
+            try:
+                numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
+                name = f"{max(numbers, default=0) + 1:04d}{label}"
+                (out / name).mkdir()
+                (out / name / "latest").symlink_to(name)
+                (out / name / "latest").replace(out / "latest")
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise RunFailed(f"cannot write {out}/latest ({error})") from error
     name = gather(name)[0]

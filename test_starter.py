@@ -1,9 +1,8 @@
 """The full test suite, in the order of starter.py's sections: make test
 
 It takes about four minutes on two cores, with the real vLLM if it is installed."""
-import ast, contextlib, copy, errno, functools, http.server, importlib.util, io, itertools, json
-import math, os, random, re, runpy, shutil, signal, subprocess, sys, threading, time, types
-from concurrent.futures import ThreadPoolExecutor
+import ast, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math, os
+import random, re, runpy, shutil, signal, socket, subprocess, sys, threading, time, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -549,6 +548,114 @@ def test_special_answer_tags_survive_decoding_and_end_tokens_do_not():
     # Inside a text nothing is hidden: 5<|pad|>6 is not 56.
     inside = [ord("5"), 257, ord("6"), 5000, 5001, ord("7"), 256]
     assert starter.decode(tokenizer, inside, [256]) == "5<|pad|>6\ufffd7"
+
+
+PROBLEM = {"numbers": [3, 5, 7], "target": 22, "operations": "+-*/"}
+HONEST = "<answer>3*5+7</answer>"
+
+
+@pytest.mark.parametrize("text, most", [
+    (HONEST + " and much more text", 1.0), (HONEST * 50, 1.0), (HONEST + "<think>", 1.0),
+    (f"<answer>{HONEST}</answer>", 1.0), (f"<answer>3+5+7{HONEST}", 1.0),
+    (HONEST + "<answer>3+5+7</answer>", 0.1), (HONEST * 9 + "<answer></answer>", 0.1),
+    ("<answer>3+5+7 3*5+7</answer>", 0.1), ("<answer>3*5+7=22</answer>", 0.1),
+    ("<ans<answer>wer>3*5+7</answer>", 0.1), ("<answer>22</answer>", 0.1),
+    (f"<think>{HONEST}</think>", 0.0), (f"<think>{HONEST}", 0.0), (f"{HONEST}</think> so", 0.0),
+    (f"<think>a</think><think>{HONEST}", 0.0), (f"<think>{HONEST}</think>#### 3*5+7", 0.0),
+    ("#### 3*5+7", 0.0), (r"\boxed{3*5+7}", 0.0), ("", 0.0), ("<answer>" * 99, 0.0)])
+def test_no_text_earns_more_than_an_honest_answer(text, most):
+    assert starter.reward_fn(HONEST, PROBLEM) == 1.0
+    assert starter.reward_fn(text, PROBLEM) == most
+
+
+@pytest.mark.parametrize("text, reward", [
+    ("<answer>5</answer>\n#### Heading", 1.0), ("#### Heading\n<answer>5</answer>", 1.0),
+    ("#### 5\n#### Check", 1.0), ("<answer>5</answer>\n#### 6", 0.1), ("#### Heading", 0.1),
+    ("<answer>4 or 5</answer>", 0.1), ("<answer>4, 5</answer>", 0.1),
+    (r"<answer>5</answer> \boxed{4}", 0.1), (r"<think>\boxed{5}</think>", 0.0),
+    ("<think>#### 5", 0.0)])
+def test_headings_and_lists_of_guesses_are_no_answers(text, reward):
+    assert starter.reward_fn(text, {"answer": "5"}) == reward
+
+
+@pytest.mark.parametrize("ids, reward", [
+    (["<answer>3*5", 257, "+7</answer>", 256], 0.1), (["<answer>3*5", 299, "+7</answer>"], 0.1),
+    (["<answer>3*5", 256, "+7</answer>", 256], 0.1), ([HONEST, 257, 256, 257], 1.0),
+    ([256], 0.0), ([257, 256, 256], 0.0), ([256, HONEST, 256], 1.0)])
+def test_tokens_without_letters_hide_nothing_inside_an_answer(ids, reward):
+    tokenizer = tiny.make_tokenizer()
+    parts = [tokenizer.encode(x) if isinstance(x, str) else [x] for x in ids]
+    text = starter.decode(tokenizer, sum(parts, []), [256])
+    assert starter.reward_fn(text, PROBLEM) == reward
+    assert not text.endswith(("<|end|>", "<|pad|>"))
+
+
+@pytest.mark.parametrize("answer, truth, is_equal", [
+    ("3 am", "3 pm", False), ("2 thousand", "2 million", False), ("2 thousand", "2", False),
+    ("100 m", "100 km", False), ("5 is wrong", "5", False), ("5 square m", "5 m", False),
+    ("18%", "$18", False), ("5 apples", "5 pears", False), ("5 k", "5", False),
+    ("5 s", "5 km", False), ("100 m", "100 ms", False), (r"5\pi", "5", False), ("2i", "2", False),
+    (r"\$18", "18", True), (r"18\%", "18", True), (r"18 \text{ dollars}", "$18", True),
+    ("**18**", "18", True), ("\N{MINUS SIGN}5", "-5", True), ("18 dollars", "$18", True),
+    ("\N{MINUS SIGN} 5", "-5", True), ("-$5", "-5", True), ("5 apples", "5 apple", True),
+    ("18", "18 dollars", True), ("$18.00", "18 dollar", True), ("2 thousand", "2 Thousand", True),
+    ("18 miles per hour", "18", True), ("100 km", "100 km", True)])
+def test_units_may_be_left_out_but_not_exchanged(answer, truth, is_equal):
+    assert starter.is_same(answer, truth) == starter.is_same(truth, answer) == is_equal
+    for form in (f"<answer>{answer}</answer>", rf"so \boxed{{{answer}}}."):
+        assert starter.reward_fn(form, {"answer": truth}) == (1.0 if is_equal else 0.1)
+
+
+def test_an_answer_that_the_prompt_began_earns_its_reward():
+    prompt = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "<answer>"}]
+    task = make_task([{"prompt": prompt, "answer": "5"}] * 2, [{"prompt": "?", "answer": "1"}])
+    problem = task.problem(0)
+    assert problem["rendered"].endswith("<assistant><answer>")
+    ids = [task.tokenizer.encode(text) for text in ("5</answer>", "6</answer>", "5")]
+    responses = [Response([*x, 256]) for x in ids]
+    rewards = starter.grade(task, [problem], responses, PARAMS | {"n": 3}, starter.reward_fn)[2]
+    assert rewards == [1.0, 0.1, 0.0]
+    assert starter.reward_fn("5</answer>", {"answer": "5", "rendered": "2+3?"}) == 0.0
+    # Reasoning that the prompt began and nobody ended is no answer.
+    thinking = {"answer": "5", "rendered": "2+3?<think>\n"}
+    texts = ("<answer>5</answer>", "hm</think><answer>5</answer>")
+    assert [starter.reward_fn(text, thinking) for text in texts] == [0.0, 1.0]
+
+
+def test_only_the_operations_of_the_problem_may_be_used():
+    rewards = [starter.reward_fn(HONEST, PROBLEM | {"operations": x}) for x in ("+-", "+*", "*/")]
+    assert rewards == [0.1, 1.0, 0.1]
+    assert starter.make_problem(countdown(operations="+"), 0, 0)["operations"] == "+"
+
+
+@pytest.mark.parametrize("row, words", [
+    ('{"input": "2+3", "answer": 5}', ["line 1", "input, answer", "KeyError('question')"]),
+    ('[{"question": "2+3", "answer": 5}]', ["line 1", "a list, not an object with prompt"]),
+    ('{"question": "2+3", "output": 5}', ["answer must be", "the fields are question, output"]),
+    ('{"prompt": 5, "answer": 5}', ["prompt must be a text, or chat messages with role"]),
+    ('{"prompt": ["2+3"], "answer": 5}', ["prompt must be a text, or chat messages with role"]),
+    (None, ["a task is countdown or a JSONL file", "No such file", "coutdown"])])
+def test_errors_in_data_say_what_is_expected(tmp_path, row, words):
+    path = tmp_path / "coutdown"
+    if row:
+        path.write_text(row)
+    with pytest.raises(UserError) as error:
+        starter.read_jsonl(path, settings_of())
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("vocabulary, stop_ids", [(300, [256, 260]), (260, [256])])
+def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, vocabulary, stop_ids):
+    """As in Qwen2.5, where <|im_end|> closes turns and <|endoftext|> is the end of a text"""
+    folder = save_folder(chat_template=CHAT.replace("<|end|>", "<|im_end|>"), vocab_size=vocabulary)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    policy, tokenizer = starter.init_policy(str(folder))
+    assert tokenizer.eos_token_id == 256 and tokenizer.convert_tokens_to_ids("<|im_end|>") == 260
+    assert policy.stop_ids == stop_ids, "without those that the model does not have"
+    policy.model.generation_config.eos_token_id = [7, 999]
+    assert starter.find_stop_ids(policy.model, tokenizer) == [7, *stop_ids]
 
 
 # ---- 2. Policy -------------------------------------------------------------------------------
@@ -1556,6 +1663,46 @@ def test_the_adaptive_coefficient_follows_the_kl():
     assert adapt(*[0.0] * 10) < 100 and adapt(*[0.0] * 100) == 0.1
 
 
+def test_padded_microbatches_keep_to_the_limit_with_their_padding():
+    rng = random.Random(0)
+    for limit, n_least in itertools.product((30, 64, 1000), (1, 3)):
+        batch = make_rows([rng.randrange(4, 50) for _ in range(40)])
+        rows = rng.sample(range(40), 33)
+        cfg = settings_of(tokens_per_microbatch=limit, gradient_accumulation_steps=n_least)
+        parts = starter.make_microbatches(batch, rows, cfg, starter.pad)
+        assert sorted(sum(parts, [])) == sorted(rows) and len(parts) >= n_least
+        for part in parts:
+            inputs, _, _ = starter.pad(*(x[part] for x in (
+                batch.input_ids, batch.labels, batch.response_mask)), torch.device("cpu"))
+            assert inputs["input_ids"].numel() <= limit or len(part) == 1
+        n_tokens = sum(batch.lengths[row] for row in rows)
+        assert len(parts) <= max(33 / (limit // 50 or 1) + 1, 2 * n_tokens / limit + n_least)
+
+
+def letters(text, problem):
+    """A reward that differs among the responses of a group"""
+    return zlib.crc32(text.encode()) % 7 / 7
+
+
+def test_after_a_skipped_update_lr_is_a_tenth_and_doubles(run_main, monkeypatch, tmp_path):
+    """Also if the run is resumed meanwhile"""
+    group_advantages, calls = starter.group_advantages, []
+
+    def bad(*arguments):
+        calls.append(arguments)
+        return group_advantages(*arguments) * (math.nan if len(calls) == 2 else 1.0)
+
+    monkeypatch.setattr(starter, "group_advantages", bad)
+    monkeypatch.setattr(starter, "reward_fn", letters)
+    arguments = ["--warmup_steps=0", "--reward_truncated", "--eval_every=99"]
+    folder = run_main(*arguments, "--n_grpo_steps=4")
+    starter.main([f"--resume={folder}", "--n_grpo_steps=8"])
+    rows = rows_of(folder)[1:]
+    assert [row["train/lr"] for row in rows] == pytest.approx(
+        [1e-3, 1e-3, 1e-4, 2e-4, 4e-4, 8e-4, 1e-3, 1e-3])
+    assert [row["train/skipped_steps"] for row in rows] == [0] + [1] * 7
+
+
 # ---- 5. Records ------------------------------------------------------------------------------
 
 def test_evaluation_counts_what_it_says():
@@ -1654,6 +1801,7 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     (tmp_path / "checkpoint").mkdir()
     assert f"--resume={tmp_path}\n" in report(0.25, None)
     assert "--resume" not in report(*[0.25] * 11), "the run is finished"
+    assert "try it" in report(), "records that were lost"
 
 
 def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
@@ -1771,6 +1919,139 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
         time.sleep(1)
 
 
+@pytest.mark.parametrize("reward_truncated", [False, True])
+def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, reward_truncated):
+    task = make_task(question_rows(range(20)), reward_truncated=reward_truncated)
+    ids = task.tokenizer.encode("<answer>5</answer>")
+    responses = [Response([*ids, 256]), Response(ids, finished=False)]
+    rewards = starter.grade(task, [{"answer": "5"}], responses, PARAMS | {"n": 2},
+                            starter.reward_fn)[2]
+    assert rewards == [1.0, float(reward_truncated)]
+    # A whole run in which all are cut off: in training and in the evaluations
+    monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 1.0)
+    rows = rows_of(run_main(f"--reward_truncated={reward_truncated}", "--max_tokens=2",
+                            "--min_tokens=2", "--n_grpo_steps=1", "--save_every=0"))
+    assert rows[1]["train/truncated_frac"] > 0.9
+    for row, name in ((rows[0], "eval/mean_reward"), (rows[1], "train/reward_mean"),
+                      (rows[1], "eval/mean_reward"), (rows[1], "eval/accuracy")):
+        assert row[name] == 1.0 if reward_truncated else row[name] < 0.2
+
+
+@pytest.mark.parametrize("name, quiet, loud, words", [
+    ("train/truncated_frac", [0.2, 0.5], 0.51, "most responses are cut off"),
+    ("train/truncated_frac", [0.0, 0.1], 0.11, "cut-off responses have more than tripled"),
+    ("train/truncated_frac", [0.14, 0.42], 0.43, "cut-off responses have more than tripled"),
+    ("train/entropy", [1.0, 2.0, 0.11], 0.09, "entropy is below a tenth of its start")])
+def test_alarms_are_given_once_and_remember_the_start(tmp_path, capsys, name, quiet, loud, words):
+    names = ("train/loss train/grad_norm train/reward_mean train/avg_output_tokens time/minutes "
+             "perf/tokens_per_s time/rollout time/train time/sync time/step train/truncated_frac "
+             "train/frac_groups_zero_std").split()
+    metrics, cfg = dict.fromkeys(names, 0.0) | {"train/entropy": 1.0}, settings_of()
+    log = starter.Log(tmp_path, cfg)
+    log.write(0, {"eval/accuracy": 0.5})
+
+    def warnings(values, first):
+        for step, value in enumerate(values, first):
+            starter.log_train(log, step, metrics | {name: value}, cfg)
+            log.write(step, metrics | {name: value})
+        return capsys.readouterr().out.count(f"!!! {words}")
+
+    assert warnings(quiet, 1) == 0 and warnings([loud] * 3, 11) == 1
+    log.close()
+    log = starter.Log(tmp_path, cfg, {"state": {"step": 10}})  # resumed: once again
+    assert len(log.history) == len(quiet)
+    assert warnings(quiet[-1:], 20) == 0 and warnings([loud] * 3, 30) == 1
+    log.close()
+
+
+def test_one_process_at_a_time_writes_to_a_run_folder(run_main, script, tmp_path):
+    folder, cfg = run_main("--n_grpo_steps=1"), settings_of()
+    script.start(tmp_path, "--resume=latest", "--n_grpo_steps=100000")
+    script.until("Step 2 ")
+    before = (folder / "config.json").read_text()
+    try:
+        with pytest.raises(UserError, match="^another process is writing to .*out/0001[^\n]*$"):
+            starter.main(["--resume=latest", f"--out_dir={tmp_path / 'out'}", "--n_grpo_steps=9"])
+        assert (folder / "config.json").read_text() == before
+    finally:
+        os.kill(script.pid, signal.SIGKILL)
+        assert script.end() == -signal.SIGKILL, script.text()
+    log = starter.Log(folder, cfg)  # a killed process holds nothing
+    with pytest.raises(UserError, match="another process"):
+        starter.Log(folder, cfg)
+    log.close()
+    starter.Log(folder, cfg).close()
+
+
+def test_half_written_files_are_removed(run_main, monkeypatch):
+    folder = run_main("--n_grpo_steps=1")
+    for name in ("model.77.tmp/new", "checkpoint/step_00000009.pt.77.tmp"):  # of a killed process
+        (folder / name).mkdir(parents=True)
+        (folder / name / "half").touch()
+
+    def full_disk(saved, path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full_disk)
+        with pytest.raises(RunFailed, match=r"cannot write .*step_00000002.pt .*No space left"):
+            starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
+    assert not list(folder.rglob("*.tmp"))
+    assert os.listdir(folder / "checkpoint") == ["step_00000001.pt"]
+    starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
+    assert rows_of(folder)[-1]["step"] == 2
+
+
+@pytest.mark.parametrize("n_calls, step", [(20, 0), (44, 2), (60, 2)])
+def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_calls, step):
+    """8 calls in an evaluation, 16 in a step: in step 1, in the evaluation of step 2, in step 3"""
+    arguments, calls = ["--reward_truncated", "--save_every=0"], []
+
+    def failing(text, problem):
+        calls.append(text)
+        if len(calls) == n_calls:
+            raise KeyError("answer")
+        return letters(text, problem)
+
+    monkeypatch.setattr(starter, "reward_fn", letters)
+    whole = run_main(*arguments, out="whole")
+    monkeypatch.setattr(starter, "reward_fn", failing)
+    with pytest.raises(UserError, match="reward_fn: KeyError.* for the response"):
+        run_main(*arguments)
+    folder = whole.parents[1] / "out" / whole.name
+    assert os.listdir(folder / "checkpoint") == [f"step_{step:08d}.pt"]
+    assert rows_of(folder)[-1]["step"] == step
+    starter.main([f"--resume={folder}"])
+    got, wanted = numbers_of(folder), numbers_of(whole)
+    for name in EVALUATION if n_calls == 44 else ():
+        del wanted[2][name]
+    assert got == wanted and equal_weights(folder, whole)
+
+
+def test_the_minutes_of_a_run_continue_when_it_is_resumed(run_main, monkeypatch):
+    monkeypatch.setattr(starter, "START", time.perf_counter() - 600)
+    folder = run_main("--n_grpo_steps=1")
+    monkeypatch.setattr(starter, "START", time.perf_counter())
+    starter.main([f"--resume={folder}", "--n_grpo_steps=3"])
+    minutes = [row["time/minutes"] for row in rows_of(folder)[1:]]
+    assert 10 < minutes[0] < minutes[1] < minutes[2] < minutes[0] + 5
+
+
+def test_a_finished_run_is_only_reported(run_main, monkeypatch, capsys):
+    folder = run_main("--n_grpo_steps=1")
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for name in ("init_policy", "init_vllm", "load_checkpoint"):
+        monkeypatch.setattr(starter, name, lambda *rest: 1 / 0)
+    capsys.readouterr()
+    starter.main([f"--resume={folder}"])
+    assert re.fullmatch(r"\nHeld-out accuracy, sampled: .*% -> .*% at step 1\n  try it .*\n"
+                        r"  curves .*\n", capsys.readouterr().out)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == files
+    with pytest.raises(ZeroDivisionError):  # more steps: it is loaded
+        starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
+
+
 # ---- 6. Settings -----------------------------------------------------------------------------
 
 def hyperparameters():
@@ -1868,17 +2149,10 @@ def test_run_folders_are_numbered_and_named_after_what_changes_learning(tmp_path
                      "0004_inner_epochs=2_loss_type=dapo", "0005_use_kl_penalty=True_task=a.jsonl"]
 
 
-def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
-    cfg = countdown(out_dir=str(tmp_path))
-    with ThreadPoolExecutor(16) as pool:
-        folders = [*pool.map(lambda _: starter.make_run_folder(cfg, {}), range(32))]
-    assert len(set(folders)) == 32
-
-
 def test_a_run_folder_never_takes_the_place_of_other_files(tmp_path):
     folder = tmp_path / "latest" / "model"  # a copy of runs that followed the link
     folder.mkdir(parents=True)
-    for out_dir in (tmp_path, "/dev/null/x"):
+    for out_dir in (tmp_path, tmp_path, "/dev/null/x"):  # twice: the lock is released
         with pytest.raises(RunFailed, match="cannot write .*latest") as error:
             starter.make_run_folder(SimpleNamespace(out_dir=str(out_dir)), {})
         assert "\n" not in str(error.value) and folder.exists()
@@ -1904,6 +2178,68 @@ def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_pa
     last = script.text().strip().splitlines()[-1]
     assert last.startswith("error: there is no hyperparameter") and "Traceback" not in script.text()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch):
+    paths = [write_rows(tmp_path / f"{name}.jsonl", sums(range(9))) for name in ("a", "b")]
+    cfg = starter.main([f"--task={paths[0]}", f"--eval_task={paths[1]}"], only_settings=True)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    starter.Log(folder, cfg).close()
+    resume = functools.partial(starter.main, [f"--resume={folder}"], only_settings=True)
+    assert resume().task == str(paths[0])
+    for path in paths:
+        before = path.read_text()
+        path.write_text(before.replace("3", "4", 1))
+        with pytest.raises(UserError, match="a.jsonl or eval_task has changed since the run began"):
+            resume()
+        path.write_text(before)
+    assert resume().eval_task == str(paths[1])
+    for other in (letters, functools.partial(letters, problem=None)):
+        monkeypatch.setattr(starter, "reward_fn", other)
+        with pytest.raises(UserError, match="has the reward of .*starter.py: resume it with that"):
+            resume()
+
+
+def test_runs_that_start_at_the_same_time_get_folders_of_their_own(tmp_path):
+    """They wait for each other."""
+    cfg, folders, first = SimpleNamespace(out_dir=str(tmp_path)), [], starter.lock(tmp_path)
+
+    def start():
+        folders.append(starter.make_run_folder(cfg, {}).name)
+
+    threads = [threading.Thread(target=start, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert not folders and os.listdir(tmp_path) == []
+    os.close(first)
+    for thread in threads:
+        thread.join(60)
+    assert sorted(folders) == [f"{i:04d}" for i in range(1, 9)]
+    assert (tmp_path / "latest").resolve().name == "0008"
+
+
+def test_a_flag_without_a_value_is_true():
+    cfg = starter.main("--use_kl_penalty --n_grpo_steps=2 --kl_coef 0.2".split(), True)
+    assert cfg.use_kl_penalty is True and (cfg.n_grpo_steps, cfg.kl_coef) == (2, 0.2)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"script": 1}', "\xff", None])
+def test_a_damaged_config_is_one_line(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, "latin-1")
+    with pytest.raises(UserError, match="^no run to resume in [^\n]*$"):
+        starter.main([f"--resume={tmp_path}"], only_settings=True)
+
+
+def test_the_tiny_model_in_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "warm_start", lambda *rest: 1 / 0)  # it is noticed before
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()  # also for root
+    with pytest.raises(RunFailed, match=r"^cannot write tiny \(\[Errno 2\][^\n]*$"):
+        starter.make_tiny("tiny")
 
 
 # ---- 7. Quick tests --------------------------------------------------------------------------
@@ -2436,6 +2772,83 @@ def test_the_script_with_vllm_is_killed_and_repeats_its_numbers(warm_folder, tmp
     assert rows[1]["rollout/logp_gap_max"] < 1e-3
 
 
+def test_a_padded_model_trains_is_interrupted_and_repeats_its_numbers(run_main, save_folder,
+                                                                      monkeypatch):
+    calls = []
+
+    def interrupting(text, problem):
+        calls.append(text)
+        if len(calls) == 40:  # in step 2
+            os.kill(os.getpid(), signal.SIGINT)
+        return letters(text, problem)
+
+    start = save_folder("lfm2", **PADDED["lfm2"])
+    arguments = [f"--model_id={start}", "--prompt={numbers}={target}:", "--max_prompt_tokens=40",
+                 "--reward_truncated", "--n_grpo_steps=4", "--save_every=9", KL]
+    monkeypatch.setattr(starter, "reward_fn", letters)
+    whole = run_main(*arguments, out="whole")
+    monkeypatch.setattr(starter, "reward_fn", interrupting)
+    folder = run_main(*arguments)
+    assert rows_of(folder)[-1]["step"] == 2
+    starter.main([f"--resume={folder}"])
+    rows = check_run(folder, 4)
+    assert numbers_of(folder) == numbers_of(whole) and equal_weights(folder, whole)
+    assert min(row["train/grad_norm"] for row in rows[1:]) > 0 and rows[4]["kl/mean"] > 0
+    # In plain transformers the log-probs are those of the last checkpoint.
+    policy, _ = starter.init_policy(str(start))
+    assert policy.layout is starter.pad
+    saved = torch.load(folder / "checkpoint" / "step_00000004.pt", weights_only=True)
+    policy.load_state_dict(saved["weights"])
+    batch = make_groups()
+    with torch.no_grad():
+        got = starter.get_response_log_probs(policy, batch.input_ids, batch.labels,
+                                             response_mask=batch.response_mask)
+        plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+        assert torch.allclose(got, plain_log_probs(plain, batch), atol=1e-4)
+
+
+def test_two_nodes_without_a_shared_disk_and_one_of_them_without_vllm(warm_folder, tmp_path):
+    """All sample with torch, rank 0 writes. Only the first node has the folder to resume."""
+    program = ("import os, sys\nif os.environ['RANK'] == '1':\n    sys.modules['vllm'] = None\n"
+               "import starter\nstarter.main(sys.argv[1:])\n"
+               "starter.run(lambda: starter.main(['--resume=latest']))\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    nodes = []
+    for rank in "01":  # what torchrun --nnodes=2 sets
+        shutil.copytree(warm_folder, tmp_path / rank / "tiny")
+        environment = os.environ | {
+            "RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port, "PYTHONPATH": str(HERE)}
+        nodes.append(subprocess.Popen(
+            [sys.executable, "-c", program, *SMALL, "--use_vllm=True", "--n_grpo_steps=1"],
+            cwd=tmp_path / rank, env=environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE))
+    try:
+        texts = [node.communicate(timeout=90) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    for node, (out, errors) in zip(nodes, texts):
+        assert out.count("!!! vLLM cannot be used here, torch samples: ModuleNotFound") == 1, errors
+        assert re.fullmatch("error: no run to resume in out/latest .*\n", errors)
+        assert node.returncode == 2
+    assert "at step 1\n" in texts[0][0] and len(rows_of(tmp_path / "0" / "out" / "latest")) == 2
+    assert os.listdir(tmp_path / "1") == ["tiny"]
+
+
+def test_the_last_line_on_the_screen_is_the_result(warm_folder, tmp_path):
+    run = subprocess.run(
+        [sys.executable, HERE / "starter.py", f"--model_id={warm_folder}", *SMALL,
+         "--n_grpo_steps=1"], cwd=tmp_path, text=True, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.returncode == 0 and re.search(
+        r"^Held-out accuracy, sampled: .*% -> .*% at step 1\n  try it    python sample.py .*\n"
+        r"  curves    tensorboard --logdir out/tb\n\Z", run.stdout, re.M), run.stdout
+    assert run.stdout.startswith("=== All Tests Passed! ===\nloading "), "and no warnings before"
+
+
 # ---- 9. The other files ----------------------------------------------------------------------
 
 def test_the_tokenizer_of_tiny_has_the_ids_of_tiktoken(tmp_path):
@@ -2592,93 +3005,7 @@ def test_the_toys_print_what_kl_md_says(monkeypatch, capsys):
     assert len(printed) > 15 and [line for line in printed if line not in document] == []
 
 
-# ---- 10. The edits in README's "Hack it" ------------------------------------------------------
-
-@contextlib.contextmanager
-def judge(monkeypatch):
-    """-> the list of what was asked"""
-    asked = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(str(len(asked[-1]["response"]) % 3 / 2).encode())
-
-        def log_message(self, *arguments):
-            pass
-
-    class Server(http.server.ThreadingHTTPServer):
-        request_queue_size = 128  # 5 would reset some of 32 connections at once
-
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
-    yield asked
-    server.shutdown()
-
-
-@pytest.fixture
-def run_edit(warm_folder, tmp_path):
-    """-> function that applies an edit with the README's command and trains with it"""
-    def run(name, *arguments):
-        command = f"git apply examples/{name}.diff"
-        assert command in (HERE / "README.md").read_text()
-        shutil.copy(HERE / "starter.py", tmp_path)
-        shutil.copytree(HERE / "examples", tmp_path / "examples", dirs_exist_ok=True)
-        subprocess.run(command.split(), cwd=tmp_path, check=True)
-        changed = types.ModuleType("changed")
-        changed.__file__ = str(tmp_path / "starter.py")
-        exec(compile((tmp_path / "starter.py").read_text(), changed.__file__, "exec"),
-             changed.__dict__)
-        changed.test_functions()
-        changed.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path}", *arguments])
-        return changed, rows_of(tmp_path / "latest")[1:]
-    return run
-
-
-def test_edit_judge(run_edit, monkeypatch):
-    with judge(monkeypatch) as asked:
-        _, rows = run_edit("judge", "--reward_truncated=True")
-    assert len(asked) == 3 * 16 + 3 * 8 and asked[0].keys() == {"response", "problem"}
-    assert {row["train/reward_mean"] * 32 % 1 for row in rows} == {0}, "answers are 0, 0.5 and 1"
-
-
-def test_edit_leave_one_out(run_edit):
-    changed, _ = run_edit("leave_one_out")
-    advantages = changed.group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.4]), 4, False)
-    assert advantages.tolist() == pytest.approx([1 - 0.4 / 3, -1.4 / 3, -1.4 / 3, 0.4 - 1 / 3])
-
-
-def test_edit_dynamic_sampling(run_edit, run_main):
-    arguments = ["--rollout_batch_size=32", "--lr=1e-9"]
-    plain = rows_of(run_main(*arguments))[1:]
-    _, rows = run_edit("dynamic_sampling", *arguments)
-    share = "train/frac_groups_zero_std"
-    assert sum(row[share] for row in rows) < sum(row[share] for row in plain)
-    assert rows[0]["train/entropy"] > 0 and len(rows) == 3
-
-
-def test_edit_entropy_bonus(run_edit, run_main):
-    arguments = ["--lr=1e-9", "--loss_type=dapo", "--inner_epochs=1"]
-    plain = rows_of(run_main(*arguments))[1:]
-    _, rows = run_edit("entropy_bonus", *arguments)
-    for row, other in zip(rows, plain, strict=True):  # rows without advantage have it, too
-        bonus = other["train/loss"] - row["train/loss"]
-        assert bonus == pytest.approx(0.01 * row["train/entropy"], rel=0.3)
-
-
-def test_edit_gspo(run_edit):
-    changed, rows = run_edit("gspo", "--inner_epochs=2")
-    log_pi = torch.tensor([[0.1, 0.3]], requires_grad=True)
-    loss, _ = changed.compute_loss(torch.ones(1), log_pi, torch.zeros(1, 2), 0.5)
-    slope, = torch.autograd.grad(loss.sum(), log_pi)
-    assert loss.tolist() == slope.tolist() == [[pytest.approx(-math.exp(0.2))] * 2]
-    assert rows[1]["train/approx_kl"] > 0
-
-
-# ---- 11. GPU ---------------------------------------------------------------------------------
+# ---- 10. GPU ---------------------------------------------------------------------------------
 
 @needs_cuda
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
