@@ -1,6 +1,6 @@
 """Turns inside one response: the model calls a calculator, reads the result and goes on.
 
-    python examples/calculator.py           train: Qwen2.5-Coder-1.5B on a GPU, a tiny model on a CPU
+    python examples/calculator.py           train: a 1.5 B model on a GPU, a tiny model on a CPU
     python examples/calculator.py --seed=1  all settings of starter.py work
     python sample.py                        measure the trained model, with the calculator
 

@@ -1,6 +1,6 @@
 """Chat turns: the model guesses a number, the game says higher or lower.
 
-    python examples/guess.py           train: Qwen2.5-Coder-1.5B on a GPU, a tiny model on a CPU
+    python examples/guess.py           train: a 1.5 B model on a GPU, a tiny model on a CPU
     python examples/guess.py --seed=1  all settings of starter.py work
     python sample.py                   measure the trained model: how often it finds the number
 
