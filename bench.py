@@ -317,7 +317,8 @@ def main():
         trl_microbatch=128 if is_tiny else 16, sweep=False, picture="", memory=False, soak=0,
         lengths="32,128,512" if is_tiny else "256,1024,4096,8192")
     starter.override(options, {name: given[name] for name in vars(options) if name in given})
-    for name, choices in {"size": ["tiny", *SIZES, *PAIR], "peer": ["", "trl", "trl_alone"]}.items():
+    all_choices = {"size": ["tiny", *SIZES, *PAIR], "peer": ["", "trl", "trl_alone"]}
+    for name, choices in all_choices.items():
         if getattr(options, name) not in choices:
             raise starter.UserError(f"{name} must be one of {choices}")
     # All other names are the trainer's. On a CPU starting vLLM takes longer than the measurement.

@@ -53,7 +53,7 @@ def measure(folder, start):
     ref, _ = starter.init_policy(str(start))
     sampler = starter.TorchSampler(policy)
     cfg = SimpleNamespace(task="countdown", n_eval=500, max_prompt_tokens=32, temperature=1.0,
-                          min_tokens=0, max_tokens=24, reward_truncated=False, eval_task="",
+                          min_tokens=0, max_tokens=24, reward_truncated=True, eval_task="",
                           **vars(tiny.PROBLEMS))
     task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
     params = starter.init_sampling_params(cfg, 1, policy.stop_ids)
@@ -85,7 +85,7 @@ def run(out, name, start, seed, steps, flags):
         starter.main([f"--model_id={start}", "--device=cpu", "--use_vllm=False", f"--seed={seed}",
                       f"--out_dir={folder}", f"--n_grpo_steps={steps}", "--lr=4e-4", "--n_eval=50",
                       f"--eval_every={steps}", "--save_every=0", "--rollout_batch_size=128",
-                      "--use_kl_penalty=True", *flags])
+                      "--reward_truncated=True", "--use_kl_penalty=True", *flags])
     last = (folder / "latest" / "metrics.jsonl").read_text().splitlines()[-1]
     if json.loads(last)["step"] < steps:  # Ctrl-C ended it early
         raise KeyboardInterrupt

@@ -571,6 +571,8 @@ class Task:
             starts = tuple(text[:i] for i in range(1, len(text) + 1))
             if any(end in text or end.endswith(starts) for end in TURN_ENDS):
                 ids.append(token)
+        if TURN_ENDS and not ids:
+            raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
         return ids
 
 
@@ -997,12 +999,15 @@ def init_vllm(policy, cfg):
     if cfg.use_vllm:
         print("starting vLLM ...")
         # Each step on all ranks or on none: in the next one they would wait for each other.
-        llm_class, failure, is_missing = attempt(import_vllm)
+        llm_class, failure = attempt(import_vllm)
+        is_missing = failure != ""
         if not failure:
-            llm, failure, is_missing = attempt(start_vllm, llm_class, policy, cfg)
+            llm, failure = attempt(start_vllm, llm_class, policy, cfg)
         if not failure:
-            _, failure, is_missing = attempt(load_policy_into_vllm_instance, policy, llm)
+            _, failure = attempt(load_policy_into_vllm_instance, policy, llm)
             gc.freeze()  # collecting vLLM's objects is slow
+        if failure.startswith(("ImportError", "OSError")) or "'_C'" in failure:
+            is_missing = True  # built for another torch
     if failure and not is_missing:
         raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. Set "
                         "--use_vllm=False, or change gpu_mem_util if it is about memory")
@@ -1014,14 +1019,13 @@ def init_vllm(policy, cfg):
 
 
 def attempt(function, *arguments):
-    """-> (result, error of any rank as text, is vLLM not installed or built for another torch?)"""
-    result, failure, is_missing = None, "", False
+    """-> (result, error of any rank as text)"""
+    result, failure = None, ""
     try:
         result = function(*arguments)
     except Exception as error:
         failure = " ".join(repr(error).split())[:400]
-        is_missing = isinstance(error, (ImportError, OSError)) or "'_C'" in failure
-    return result, *max(gather((failure, is_missing)))
+    return result, max(gather(failure))
 
 
 def import_vllm():
@@ -1148,7 +1152,7 @@ class Game:
 
     def __init__(self, problem, task, params):
         self.task, self.params = task, params
-        self.problem = problem | {"turns": []}  # a copy: reply() may keep things in it
+        self.problem = copy.deepcopy(problem) | {"turns": []}  # reply() may keep things in it
         self.ids, self.logps, self.mask, self.turn_start = [], [], [], 0
         self.is_over = self.finished = False
 
@@ -1187,8 +1191,10 @@ class Game:
         self.is_over |= self.finished or len(turns) == 2 * self.task.cfg.max_turns - 1
         if not self.is_over:
             turns.append({"role": "environment", "content": said})
-            if self.is_message:  # its end token is there already
-                said = render_reply(said, tokenizer).removeprefix(tokenizer.decode(self.ids[-1:]))
+            if self.is_message:
+                said, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
+                if said.lstrip().startswith(end):  # it is there already
+                    said = said.lstrip().removeprefix(end)
             ids = tokenizer.encode(said, add_special_tokens=False)
             self.extend(ids, [0.0] * len(ids), False)
             self.turn_start = len(self.ids)

@@ -1,10 +1,11 @@
-"""Make the tiny model: a byte-level Llama of 0.85 M parameters that has seen solved Countdown problems.
+"""Make the tiny model: a byte-level Llama of 0.85 M parameters that has seen solved problems.
 
     python tiny.py        writes the folder tiny/ (about two minutes on two cores)
 
-It is an ordinary model folder, for transformers, vLLM and `python starter.py --model_id=tiny`. The warm
-start teaches the form of an answer and some arithmetic; about one sampled answer in four is right. The
-rest is for GRPO. Its problems come before those of starter.py and are never held-out ones.
+It is an ordinary model folder, for transformers, vLLM and `python starter.py --model_id=tiny`. The
+warm start teaches the form of an answer and some arithmetic; about one sampled answer in four is
+right. The rest is for GRPO. Its problems come before those of starter.py and are never held-out
+ones.
 """
 import json, math, sys, time
 from pathlib import Path
@@ -47,10 +48,11 @@ def make_tokenizer():
 
 def make_model(seed=42):
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=260, hidden_size=128, intermediate_size=512, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
-                         bos_token_id=None, eos_token_id=256, pad_token_id=257,
-                         tie_word_embeddings=False, initializer_range=0.08, is_tiny=True)
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=128, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
+        bos_token_id=None, eos_token_id=256, pad_token_id=257, tie_word_embeddings=False,
+        initializer_range=0.08, is_tiny=True)
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -66,7 +68,8 @@ def warm_start(model, tokenizer, examples, steps, lr=4e-3):
     started = time.time()
     for step in range(steps):
         prompts, answers = zip(*examples(step))
-        responses = [starter.Response(tokenizer.encode(a) + [tokenizer.eos_token_id]) for a in answers]
+        responses = [starter.Response(tokenizer.encode(answer) + [tokenizer.eos_token_id])
+                     for answer in answers]
         batch = starter.make_batch([tokenizer.encode(p) for p in prompts], responses)
         mask = batch.response_mask
         logits = model(batch.input_ids).logits[mask]
@@ -102,20 +105,26 @@ def main(folder="tiny", examples=countdown_examples, steps=300, new_tokens=(), s
         tokenizer.save_pretrained(temporary)
 
 
+def has_gpu():
+    given = starter.read_arguments(sys.argv[1:])
+    return torch.cuda.is_available() and given.get("device") != "cpu"
+
+
 def train_example(name, rows, settings, tiny_settings, examples, steps, **options):
     """Train on these rows: a real model on a GPU, otherwise one of main(), made on first use."""
     given = starter.read_arguments(sys.argv[1:])
     data, model_id = Path(f"out/{name}.jsonl"), f"out/tiny_{name}"
     with starter.written_whole(data) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if not torch.cuda.is_available() or given.get("device") == "cpu":
+    if not has_gpu():
         settings = {"model_id": model_id} | tiny_settings
-        if given.get("model_id", model_id) == model_id and not Path(model_id).exists():
+        is_used = given.get("model_id", model_id) == model_id and "resume" not in given
+        if is_used and not Path(model_id).exists():
             main(model_id, examples, steps, **options)
-    settings = {"task": data} | settings
-    if "resume" in given:
-        settings = {}
-    starter.main([f"--{name}={value}" for name, value in (settings | given).items()])
+    if "resume" not in given:  # what was typed comes first in the name of the run folder
+        given |= {name: value for name, value in ({"task": data} | settings).items()
+                  if name not in given}
+    starter.main([f"--{name}={value}" for name, value in given.items()])
 
 
 if __name__ == "__main__":

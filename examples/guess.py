@@ -57,7 +57,7 @@ def warm_start_examples(step):
 
 
 def main():
-    rng, highest = random.Random(0), 100 if starter.torch.cuda.is_available() else 15
+    rng, highest = random.Random(0), 100 if tiny.has_gpu() else 15
     tiny.train_example(
         "guess", [{"game": i, "answer": rng.randint(1, highest)} for i in range(4000)],
         {"prompt": PROMPT, "max_turns": 7, "max_tokens": 256},
