@@ -1169,6 +1169,25 @@ def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
     assert "!!! vLLM cannot be used here" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("error, is_missing", [
+    (ModuleNotFoundError("No module named 'torchvision'"), False), (ValueError("kind"), False),
+    (ImportError("libtorch_cuda.so: undefined symbol"), True),
+    (AttributeError("'_OpNamespace' '_C' object has no attribute"), True)])
+def test_a_model_that_vllm_cannot_run_is_one_line_that_names_the_way_out(monkeypatch, error,
+                                                                         is_missing):
+    def start_vllm(*arguments):
+        raise error
+
+    monkeypatch.setattr(starter, "import_vllm", lambda: None)
+    monkeypatch.setattr(starter, "start_vllm", start_vllm)
+    if is_missing:
+        assert isinstance(starter.init_vllm(make_policy(), settings_of()), starter.TorchSampler)
+        return
+    with pytest.raises(RunFailed, match="vLLM cannot run Llama.* Set --use_vllm=False") as failure:
+        starter.init_vllm(make_policy(), settings_of())
+    assert "\n" not in str(failure.value)
+
+
 # ---- 4. Loss ---------------------------------------------------------------------------------
 
 def number(text, _):
@@ -3038,10 +3057,10 @@ def test_gpu_script_learns_agrees_with_vllm_and_resumes(warm_folder, tmp_path, a
                        timeout=500)
 
     run(f"--model_id={warm_folder}", *SMALL, "--use_vllm=True", "--device=cuda", KL, *arguments,
-        "--rollout_batch_size=64", "--group_size=8", "--n_grpo_steps=20", "--lr=5e-4")
+        "--rollout_batch_size=256", "--group_size=8", "--n_grpo_steps=20", "--lr=5e-4")
     run("--resume=latest", "--n_grpo_steps=22")
     rows = rows_of(tmp_path / "out" / "latest")
     assert [row["step"] for row in rows] == list(range(23))
     assert all(row["rollout/logp_gap_mean"] < 0.05 for row in rows[1:])
     rewards = [row["train/reward_mean"] for row in rows[1:]]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.05 and rows[1]["kl/mean"] < 2e-3
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:2]) + 0.1 and rows[1]["kl/mean"] < 2e-3

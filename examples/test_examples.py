@@ -368,6 +368,19 @@ def test_a_turn_may_end_inside_a_token(use, new_tokens, end, result):
     assert [turn["content"] for turn in response.problem["turns"]] == [text, result, "6!"]
 
 
+def test_a_turn_end_that_no_token_can_end_is_an_error(use):
+    use(calculator.reply, "\N{RIGHTWARDS ARROW}")
+    with pytest.raises(starter.UserError, match="no token of the model ends a text of TURN_ENDS"):
+        make_task(make_tokenizer()).turn_end_ids
+
+
+def test_an_end_token_after_white_space_in_the_template_is_not_doubled(use):
+    use(lambda problem, text: None if text == "b" else "more")
+    tokenizer = make_tokenizer(chat_template=CHAT.replace("<|end|>", " <|end|>"))
+    _, shown, _, _ = play(["a<|end|>b<|end|>"], tokenizer)
+    assert shown == ["a<|end|>[<user>more <|end|><assistant>]b<|end|>"]
+
+
 def test_replies_may_be_empty_or_have_special_tokens_and_turns_may_be_empty(use):
     answers = {"a": "", "b": "<|end|><|pad|><|end|>", "": "once more", "c": None}
     use(lambda problem, text: answers[text.removesuffix("</calc>")], "</calc>")
