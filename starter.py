@@ -85,7 +85,7 @@ def share(items):
 
 
 def on_all_ranks(function, *arguments):
-    """Call it. An error on one rank is raised on all, so that none waits for ever."""
+    """Call it. A UserError or RunFailed of one rank is raised on all: none waits for ever."""
     result = error = None
     try:
         result = function(*arguments)
@@ -101,7 +101,9 @@ def main(argv=None, only_settings=False):
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
     has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
     start_process_group("cuda" if has_gpu else "cpu")
-    given = on_all_ranks(settings_of_run, typed) if "resume" in typed else typed
+    given = typed
+    if "resume" in typed:
+        given = on_all_ranks(settings_of_run, typed)
     # ---- hyperparameters
     cfg = SimpleNamespace(
         # model
@@ -140,7 +142,7 @@ def main(argv=None, only_settings=False):
         vllm_sleep=False,  # free it during the update
         # update
         lr=4e-6,
-        warmup_steps=10,  # lr rises
+        warmup_steps=10,  # lr rises linearly
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over each batch
         n_minibatches=1,  # optimizer steps per pass
@@ -155,7 +157,7 @@ def main(argv=None, only_settings=False):
         use_kl_penalty=False,
         kl_coef=0.1,
         kl_estimator="k3",  # or "k1", "k2", "exact" (over the vocabulary)
-        kl_importance_weight=True,  # False: another gradient (KL.md)
+        kl_importance_weight=True,  # False: the estimator's own gradient (KL.md)
         kl_in="loss",  # or "reward", with k1
         kl_adaptive=False,  # steer the KL to target_kl
         target_kl=0.1,  # nats per token
@@ -212,7 +214,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     state = SimpleNamespace(step=0, next_problem=0, minutes=0.0, skipped=0, skips_in_a_row=0,
                             lr_factor=1.0, best_reward=-math.inf, ref_step=0, kl_factor=1.0,
                             kl_smooth=0.0)
-    run = log.folder, policy, optimizer, ref_model, state  # what a checkpoint is made of
+    checkpoint_parts = log.folder, policy, optimizer, ref_model, state
     params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
     loss_settings = {
         "clip_range": cfg.clip_range, "clip_range_high": cfg.clip_range_high,
@@ -230,23 +232,24 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     minutes_before = state.minutes
 
     while state.step < cfg.n_grpo_steps:
-        step, seconds, started = state.step + 1, {}, now()
+        step = state.step + 1
+        started, seconds = now(), {}
 
         # Rollout, reward; the advantage of a response compares it with the mean of its group
-        with saved_if_it_fails(run):
+        with saved_if_it_fails(checkpoint_parts):
             problems, responses, texts, rewards = collect(llm, task, params, cfg, state, seconds)
         prompts = [problem["prompt_ids"] for problem in problems]
         batch = make_batch(prompts, responses, cfg.min_tokens)
         batch.advantages_per_seq = group_advantages(rewards, cfg.group_size,
                                                     cfg.use_std_normalization)
-        state.step = step
+        state.step = step  # from here on a checkpoint belongs to this step
 
         update_started = now()
         if cfg.vllm_sleep:
             llm.sleep(level=2)
         # Log-probs before the update
         kl_now = kl_coef * (state.kl_factor if cfg.kl_adaptive else 1.0)
-        if cfg.inner_epochs * cfg.n_minibatches > 1:
+        if cfg.inner_epochs * cfg.n_minibatches > 1:  # otherwise old is the policy itself
             batch.old_log_probs = score(policy, batch, cfg)
         if kl_now and cfg.kl_estimator != "exact":
             with adapters_off(ref_model):
@@ -255,23 +258,24 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         # Update: an optimizer step per minibatch, in microbatches
         details, losses, grad_norms = [], [], []
         for rows in make_minibatches(cfg, step, len(responses)):
-            # Mean over ranks, as fully_shard averages gradients
+            # Of all ranks, / WORLD: fully_shard averages gradients over the ranks.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
             if step > 1 and not kl_now:
-                # Rows without advantage have no gradient; check_agreement needs all of step 1.
+                # Rows without advantage have no gradient. Step 1 keeps them for check_agreement.
                 rows = [row for row in rows if batch.advantages_per_seq[row].any()]
             microbatches = make_microbatches(batch, rows, cfg, policy.layout)
             loss = 0.0
             for i, micro_rows in enumerate(microbatches, 1):
-                if WORLD == 1 and cfg.device == "cuda":  # keep bf16 weights until the last
+                if WORLD == 1 and cfg.device == "cuda":  # keep the bf16 weights until the last
                     policy.set_reshard_after_backward(i == len(microbatches))
-                _, detail = grpo_microbatch_step(
+                # select() also passes the sampler's log-probs: tokens are weighted by old/sampler.
+                _, metadata = grpo_microbatch_step(
                     policy, **select(batch, micro_rows), **loss_settings, divisor=divisor,
                     gradient_accumulation_steps=len(microbatches), ref_model=ref_model,
                     kl_coef=kl_now)
-                loss += detail["loss"]
-                details.append(detail)
+                loss += metadata["loss"]
+                details.append(metadata)
             losses.append(np.mean(gather(loss)))
             grad_norms.append(update_weights(policy, optimizer, losses[-1], cfg, state))
         sync_started = now()
@@ -291,24 +295,24 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
                     "train/lr": optimizer.param_groups[0]["lr"], "train/kl_coef": kl_now,
                     "train/skipped_steps": state.skipped, "time/minutes": state.minutes}
-        check_agreement(metrics, details, cfg, step)
+        on_all_ranks(check_agreement, metrics, details, cfg, step)
         log_train(log, step, metrics, cfg)
         if cfg.kl_adaptive:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
         if cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
-            state.ref_step, state.kl_smooth = step, 0.0  # a new average
+            state.ref_step, state.kl_smooth = step, 0.0  # the average begins again
         is_late = 0 < cfg.max_minutes < state.minutes
         is_last = any(gather(is_late or step == cfg.n_grpo_steps))
         try:
             if step % cfg.eval_every == 0 or is_last:
-                with saved_if_it_fails(run):
+                with saved_if_it_fails(checkpoint_parts):
                     metrics |= evaluate(policy, llm, task, params, log, state)
         finally:
             log.write(step, metrics)
         is_interrupted = any(gather(len(signals)))
         if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
-            save_checkpoint(*run)
+            save_checkpoint(*checkpoint_parts)
         if is_interrupted or is_last:
             break
 
@@ -721,7 +725,7 @@ def add_lora(policy, rank, seed):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """peft's own switch would freeze them."""
+    """Run the model without them. peft's own switch would freeze them."""
     layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True
@@ -830,6 +834,11 @@ class Head(NamedTuple):
         cap = getattr(config, "final_logit_softcapping", None) or 0.0
         return cls(layer.weight, getattr(layer, "bias", None), scale, cap)
 
+    def on(self, device):
+        """Whole, on this device: it may be sharded or in host memory."""
+        bias = None if self.bias is None else full(self.bias.to(device))
+        return self._replace(weight=full(self.weight.to(device)), bias=bias)
+
     def logits(self, hidden):
         logits = upcast(F.linear(hidden, self.weight, self.bias)) * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
@@ -868,8 +877,8 @@ def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=No
         ref_hidden = ref_head = None
         if ref_model is not None:
             with torch.no_grad(), adapters_off(ref_model):
-                ref_hidden, ref_head = ref_model(rows, only_hidden=True), Head.of(ref_model.model)
-                ref_head = ref_head._replace(weight=full(ref_head.weight.to(model.device)))
+                ref_hidden = ref_model(rows, only_hidden=True)
+                ref_head = Head.of(ref_model.model).on(model.device)
         stats = model(rows, temperature, ref_hidden, ref_head)
     else:
         ref_logits = None
@@ -1025,7 +1034,7 @@ def attempt(function, *arguments):
         result = function(*arguments)
     except Exception as error:
         failure = " ".join(repr(error).split())[:400]
-    return result, max(gather(failure))
+    return result, max(gather(failure))  # any that is not empty
 
 
 def import_vllm():
@@ -1081,11 +1090,14 @@ def load_policy_into_vllm_instance(policy, llm):
 
 def check_agreement(metrics, details, cfg, step):
     """Sampler and trainer must agree; reference and policy before any update."""
-    gap, cpu = metrics.get("rollout/logp_gap_mean", 0.0), cfg.device == "cpu"
-    if gap > (2e-3 if cpu else 0.1 if step == 1 else 0.3):
+    gap, most, most_kl = metrics.get("rollout/logp_gap_mean", 0.0), 2e-3, 1e-6
+    if cfg.device == "cuda":  # bf16
+        most, most_kl = 0.1 if step == 1 else 0.3, 2e-3
+    if gap > most:
         raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
                         " or it computes this model differently (--use_vllm=False)")
-    if step == 1 and (kl := details[0]["kl_mean"]) > (1e-6 if cpu else 2e-3):
+    kl = details[0]["kl_mean"]
+    if step == 1 and kl > most_kl:
         raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
 
 
@@ -1362,7 +1374,7 @@ def split_packed(batch, rows, limit, n_least):
 
 
 def split_padded(batch, rows, limit, n_least):
-    """Rows of similar length: all of a part are as wide as its first"""
+    """Longest first; a part is padded to its first row."""
     rows, parts = sorted(rows, key=lambda row: -batch.lengths[row]), []
     n_most = math.ceil(len(rows) / n_least)
     while rows:
@@ -1387,8 +1399,8 @@ def grpo_microbatch_step(
         clip_range, loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *,
         old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3",
         **loss_options):
-    """Forward, loss, backward -> (part of the step's loss, metadata). divisor: of the whole step;
-    loss_options: of compute_loss"""
+    """Forward, loss, backward -> (part of the step's loss, metadata). divisor: of the step; by
+    default that of this part * gradient_accumulation_steps. loss_options: of compute_loss"""
     mask = response_mask.bool() & (labels >= 0)
     if divisor is None:
         divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
@@ -1398,7 +1410,7 @@ def grpo_microbatch_step(
     exact_kl = None
     if ref_stats:
         ref_log_probs, exact_kl = ref_stats
-    if old_log_probs is None:  # the first update on these responses
+    if old_log_probs is None:  # the only update: the ratio is 1
         old_log_probs = log_probs
     mask = to_device(mask, log_probs.device)
     loss, metadata = compute_loss(
@@ -1414,8 +1426,8 @@ def grpo_microbatch_step(
     return loss.detach(), metadata
 
 
-WEIGHT_CAP = 10.0  # largest weight pi/old of a KL term
-MISMATCH_CAP = 2.0  # largest weight old/sampler of a token
+WEIGHT_CAP = 10.0  # of the importance weight pi/old of a KL term
+MISMATCH_CAP = 2.0  # of the importance weight old/sampler of a token
 
 
 def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
@@ -1437,12 +1449,12 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     kl = 0.0
     if kl_coef and ref_log_probs is not None:
         log_ref = masked(ref_log_probs, mask)
-        # The KL that is logged: weighted off-policy, capped so that no token dominates.
+        # The KL that is logged: k3 weighted by pi/old, both capped so that no token dominates.
         kl_seen = weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
         if kl_in != "loss":
             if (kl_in, kl_estimator) != ("reward", "k1"):
                 raise UserError("kl_in: loss, or reward with kl_estimator=k1")
-            # A token pays for its own k1 and that of all tokens after it.
+            # A token pays for its own k1 and that of all tokens after it, under the policy of now.
             kl = compute_kl_divergence(log_pi, log_ref, "k1").detach()
             advantages = advantages - kl_coef * kl.flip(1).cumsum(1).flip(1)
         elif kl_estimator == "exact" and exact_kl is not None:
@@ -1464,6 +1476,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         gap = log_old - masked(rollout_log_probs, mask)
         if rollout_mask is not None:
             gap = torch.where(to_device(rollout_mask, gap.device), gap, 0)
+        # Truncated importance sampling: the tokens came from the sampler, not from `old`.
         loss = loss * gap.exp().clamp(max=MISMATCH_CAP)
         stats["logp_gap_mean"] = stats["logp_gap_max"] = gap.abs()
     return torch.where(mask, loss, 0), summarize(stats, mask)
@@ -1479,11 +1492,11 @@ ESTIMATORS = ("k1", "k2", "k3", "exact")
 
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
     """Per sampled token, where l = log pi - log ref, within +-LIMIT. is_weighted: the caller
-    multiplies by rho = pi/old, a constant. The gradient of rho is then part of the slope.
+    multiplies by rho = pi/old, detached. The slope then includes that of rho: d rho = rho dlog pi.
 
-        estimator  value          slope     slope of rho * value, / rho
+        estimator  value          slope     slope if weighted
         k1         l              1         l + 1
-        k2         l^2 / 2        l         l (that of rho left out)
+        k2         l^2 / 2        l         l (d rho left out)
         k3         e^-l - 1 + l   1 - e^-l  l
     """
     log_pi, log_ref = upcast(policy_log_probs), upcast(ref_log_probs)
@@ -1503,7 +1516,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_we
     return value + slope * (log_pi - log_pi.detach())
 
 
-# In the metadata of a microbatch: over its tokens, and its name in the log
+# Key in the metadata of a microbatch: (fold over its tokens, name in the log)
 TOKEN_METRICS = {
     "entropy": ("mean", "train/entropy"), "clip_fraction": ("mean", "train/clip_fraction"),
     "approx_kl": ("mean", "train/approx_kl"), "kl_penalty_mean": ("mean", "train/kl_penalty"),
@@ -1573,7 +1586,7 @@ def adapt_kl_coef(state, kl, cfg):
     """Steer the KL to target_kl with 0.1 to 100 times kl_coef."""
     if not math.isfinite(kl):
         return
-    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2  # clipped
+    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2  # of a spike only a part
     if state.kl_smooth > 1.5 * cfg.target_kl:
         state.kl_factor = min(1.5 * state.kl_factor, 100.0)
     elif state.kl_smooth < 0.5 * cfg.target_kl:
@@ -1810,12 +1823,12 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
 
 
 @contextlib.contextmanager
-def saved_if_it_fails(run):
+def saved_if_it_fails(checkpoint_parts):
     """An error in reward_fn or reply(), raised on all ranks, loses no finished step."""
     try:
         yield
     except UserError:
-        save_checkpoint(*run)
+        save_checkpoint(*checkpoint_parts)
         raise
 
 

@@ -2729,14 +2729,17 @@ def close(got, wanted):
             assert value == pytest.approx(other[name], rel=1e-3, abs=1e-4), (name, row["step"])
 
 
-def test_two_ranks_give_the_numbers_of_one(run_main, warm_folder, tmp_path):
-    """The second run has one prompt: one of the ranks has no share of it, nor of the evaluation."""
+def test_two_ranks_give_the_numbers_of_one(run_main, save_folder, warm_folder, tmp_path):
+    """The second run has one prompt: one of the ranks has no share of it, nor of the evaluation.
+    The third has an output layer with a bias, which the exact KL needs whole."""
     runs = {"adapters": [KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2",
                          "--n_minibatches=2",
                          "--rollout_batch_size=12", "--lr=1e-2"],
             "share": [KL, "--rollout_batch_size=4", "--n_eval=1", "--n_minibatches=2",
                       "--max_grad_norm=0.1",
-                      "--ref_update_every=2", "--loss_type=dapo"]}
+                      "--ref_update_every=2", "--loss_type=dapo"],
+            "bias": [KL, "--kl_estimator=exact", "--kl_coef=1", f"--model_id={save_folder('phi')}",
+                     "--prompt={numbers}={target}:", "--max_prompt_tokens=40"]}
     program = tmp_path / "program.py"
     program.write_text("import json, os, sys, starter\n"
                        "for arguments in json.loads(sys.argv[1]):\n    starter.main(arguments)\n"

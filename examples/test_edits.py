@@ -1,12 +1,14 @@
-"""The edits in README's "Hack it": each is applied with git, trained with, and has its effect."""
-import contextlib, http.server, json, math, shutil, subprocess, sys, threading, types
+"""The code in README.md: each edit is applied with git, trained with, and has its effect; the
+environment is a script that trains."""
+import contextlib, http.server, json, math, os, shutil, subprocess, sys, threading, types
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_starter import HERE, SMALL, process_kept, rows_of, run_main, warm_folder
+from test_starter import (HERE, SMALL, process_kept, rows_of, run_main, save_folder, warm_folder,
+                          write_rows)
 
 
 @contextlib.contextmanager
@@ -91,3 +93,16 @@ def test_edit_gspo(run_edit):
     slope, = torch.autograd.grad(loss.sum(), log_pi)
     assert loss.tolist() == slope.tolist() == [[pytest.approx(-math.exp(0.2))] * 2]
     assert rows[1]["train/approx_kl"] > 0
+
+
+def test_the_environment_in_the_readme_trains(save_folder, tmp_path):
+    script = (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "game.py").write_text(script)
+    write_rows(tmp_path / "games.jsonl", [{"prompt": f"Game {i}.", "answer": i} for i in range(20)])
+    environment = os.environ | {"PYTHONPATH": str(HERE)}
+    run = subprocess.run(
+        [sys.executable, "game.py", "--task=games.jsonl", f"--model_id={save_folder()}", *SMALL,
+         "--max_tokens=60", "--max_prompt_tokens=99", "--min_tokens=1", "--n_grpo_steps=1"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert rows_of(tmp_path / "out" / "latest", "samples.jsonl")[0]["turns"]
