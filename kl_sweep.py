@@ -57,7 +57,8 @@ def measure(folder, start):
                           **vars(tiny.PROBLEMS))
     task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
     params = starter.init_sampling_params(cfg, 1, policy.stop_ids)
-    metrics, _ = starter.evaluate_model(sampler, task, params, policy.stop_ids)
+    metrics, _ = starter.evaluate_model(sampler, task, params, policy.stop_ids,
+                                        starter.reward_fn)
     prompts = [problem["prompt_ids"] for problem in task.held_out]
     responses = starter.rollout_with_vllm(sampler, prompts, params, 1, "kl")
     batch = starter.make_batch(prompts, responses)

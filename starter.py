@@ -235,7 +235,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         step = state.step + 1
         started, seconds = now(), {}
 
-        # Rollout, reward; the advantage of a response compares it with the mean of its group
+        # Rollout, reward, advantage; problems are one per response
         with saved_if_it_fails(checkpoint_parts):
             problems, responses, texts, rewards = collect(llm, task, params, cfg, state, seconds)
         prompts = [problem["prompt_ids"] for problem in problems]
@@ -1096,8 +1096,8 @@ def check_agreement(metrics, details, cfg, step):
     if gap > most:
         raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
                         " or it computes this model differently (--use_vllm=False)")
-    kl = details[0]["kl_mean"]
-    if step == 1 and kl > most_kl:
+    kl = details[0]["kl_mean"] if step == 1 else 0.0
+    if kl > most_kl:
         raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
 
 
@@ -1116,10 +1116,10 @@ def collect(llm, task, params, cfg, state, seconds):
     started = now()
     responses = on_all_ranks(roll_out, llm, task, problems, params, cfg.seed, state.step + 1, first)
     sampled = now()
-    problems, texts, rewards = on_all_ranks(grade, task, problems, responses, params, reward_fn)
+    graded, texts, rewards = on_all_ranks(grade, task, problems, responses, params, reward_fn)
     seconds |= {"rollout": sampled - started, "reward": now() - sampled}
-    state.next_problem += n_prompts
-    return problems, responses, texts, torch.tensor(rewards)
+    state.next_problem += n_prompts  # last: after an error the step is repeated
+    return graded, responses, texts, torch.tensor(rewards)
 
 
 def grade(task, problems, responses, params, reward_fn):
@@ -1213,7 +1213,7 @@ class Game:
 
 
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
-    """-> n Responses to each prompt, in one turn; `first` prompts are on lower ranks"""
+    """-> n Responses to each prompt, in one turn; seeds are counted from `first`"""
     # A seed per prompt; its i-th response gets seed + i.
     seeds = [random.Random(f"{seed}/{step}/{i}").getrandbits(48)
              for i, _ in enumerate(prompts, first)]
@@ -1298,14 +1298,14 @@ def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
         advantages /= groups.std(1, keepdim=True) + eps
-    # Equal rewards: exactly 0, not noise / tiny std
+    # Equal rewards: exactly 0, without rounding errors
     is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(is_flat, 0.0, advantages).flatten()
 
 
 def compute_group_normalized_advantages(rollout_responses, repeated_ground_truths, reward_fn,
                                         group_size, advantage_eps, normalize_by_std):
-    """-> (advantages [N], rewards [N], metadata). train() takes these steps one by one."""
+    """-> (advantages [N], rewards [N], metadata). train() does not call this."""
     if group_size < 2 or len(rollout_responses) % group_size:
         raise UserError(f"group_size={group_size}: at least 2, a divisor of the responses")
     pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
@@ -1662,7 +1662,7 @@ class Log:
         if RANK:
             return
         self.lock = lock(self.folder)
-        for leftover in self.folder.rglob("*.tmp"):  # of a process that was killed
+        for leftover in self.folder.rglob("*.tmp"):  # folders of a killed process
             shutil.rmtree(leftover)
         with written_whole(self.folder / "config.json") as temporary:
             temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1))
@@ -1671,7 +1671,7 @@ class Log:
             rows = [row for row in read_rows(self.folder / name) if row["step"] <= step]
             with written_whole(self.folder / name) as temporary:  # later steps are repeated
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.history = rows[1:]  # of the steps
+        self.history = rows[1:]  # of metrics.jsonl
         from torch.utils.tensorboard import SummaryWriter, summary
         events = self.folder.parent / "tb" / self.folder.name
         self.writer = SummaryWriter(events, purge_step=step + 1)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 # machine. One test uses two.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 import numpy as np
 import pytest
@@ -380,7 +381,8 @@ def test_answers_that_differ_are_not_equal(given, right):
     "#### 1" + "." * 120_000 + "x", "9" * 10**6, "{" * 10**6, "," * 10**6, "1," * 10**5,
     "\\boxed{" * 10**5, "\\boxed{{" * 10**5, "####" * 10**5, "#### " * 10**5, "<answer>" * 10**5,
     "</answer>" * 10**5, "<answer>" + "<" * 10**6, "$" * 10**6, " " * 10**6, "1/" + "0" * 10**6,
-    "1e" + "9" * 10**6, "1 " + "a " * 10**5, "\0\ud800\u202e", "\n" * 10**6, "####\n" * 10**5])
+    "1e" + "9" * 10**6, "1 " + "a " * 10**5, "\0\ud800\u202e", "\n" * 10**6, "####\n" * 10**5],
+    ids=range(20))
 def test_rewards_take_linear_time_whatever_the_text(text):
     start = time.thread_time()
     for form in ("{}", "<answer>{}</answer>", r"\boxed{{{}}}", "#### {}", "{}x"):
@@ -2126,9 +2128,8 @@ BAD_SETTINGS = [
 
 
 @pytest.mark.parametrize("arguments, words", BAD_SETTINGS, ids=lambda x: "".join(x)[:40])
-def test_bad_settings_are_one_line(run_main, tmp_path, monkeypatch, arguments, words):
+def test_bad_settings_are_one_line(run_main, tmp_path, arguments, words):
     """And nothing is written."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError) as error:
         run_main(*arguments)
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -2964,14 +2965,13 @@ def test_sample_has_the_defaults_of_the_trainer(tmp_path):
         assert vars(got) == vars(wanted) | own
 
 
-@pytest.mark.parametrize("out_dir", [["--out_dir=x"], ["--out_dir", "x"]], ids="=".join)
-def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path, out_dir):
+def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path):
     for name, start in {"train": 0, "test": 50}.items():
         rows = [{"question": f"{i}+1=", "answer": f"so #### {i + 1}"}
                 for i in range(start, start + 9)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = subprocess.run(
-        ["bash", HERE / "speedrun.sh", warm_folder, ".", "--seed=3", *out_dir,
+        ["bash", HERE / "speedrun.sh", warm_folder, ".", "--seed=3", "--out_dir", "x",
          "--use_vllm=False", "--rollout_batch_size=16", "--max_tokens=12",
          "--max_prompt_tokens=100", "--n_grpo_steps=1"],
         capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHON": sys.executable})
