@@ -22,7 +22,7 @@ TAKEN = ("task eval_task prompt n_numbers max_number operations temperature min_
 
 
 def read_settings(argv):
-    """-> (the trainer's settings with those of OWN, the run's settings)"""
+    """-> the trainer's settings, as in the run, with those of OWN"""
     given = starter.read_arguments(argv)
     model_id = given.get("model_id", "out/latest/model")
     if Path(model_id, "model").is_dir():  # a run folder
@@ -69,10 +69,13 @@ def load_script(path):
         return starter
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
+    run, starter.run = starter.run, print  # a script without `if __name__` must not train now
     try:
         spec.loader.exec_module(module)
     except OSError as error:
         raise starter.UserError(f"the run's reward is gone ({error}): set --script") from None
+    finally:
+        starter.run = run
     if hasattr(module, "init_policy"):
         return module
     for name in {"reward_fn", "reply", "TURN_ENDS"} & vars(module).keys():

@@ -17,7 +17,7 @@ from pathlib import Path
 START = time.perf_counter()
 
 if {"-h", "--help"} & set(sys.argv[1:]):  # before slow imports, also for scripts that import this
-    print(sys.modules["__main__"].__doc__)
+    print(sys.modules["__main__"].__doc__ or "python starter.py --help lists the settings")
     if __name__ == "__main__":
         print(Path(__file__).read_text("utf-8").split("\n    # ----")[1])
     sys.exit()
@@ -530,14 +530,15 @@ class Task:
         self.cfg, self.tokenizer = cfg, tokenizer
         rows, held_out = self.encode_rows(rows), self.encode_rows(eval_rows)
         if not (eval_rows or cfg.eval_task):
-            rows.sort(key=lambda row: zlib.crc32(row["rendered"].encode()))  # same for all seeds
+            rows.sort(key=lambda row: zlib.crc32(identity(row).encode()))  # same for all seeds
             held_out = rows[:max(1, len(rows) // 5)][:cfg.n_eval]
-        # No rendered prompt is on both sides.
-        seen = {row["rendered"] for row in held_out}
-        self.training = [row for row in rows if row["rendered"] not in seen]
+        # No problem is on both sides.
+        seen = {identity(row) for row in held_out}
+        self.training = [row for row in rows if identity(row) not in seen]
         self.held_out = held_out[:cfg.n_eval]
         if not self.held_out or not (self.training or cfg.task == "countdown"):
-            raise UserError(f"too few rows: {len(self.training)} left, {len(held_out)} held out")
+            raise UserError(f"too few rows: {len(self.training)} left, {len(held_out)} held out "
+                            "(those with the prompt of a held-out row are left out)")
 
     def encode_rows(self, rows):
         rows, limit = [self.encode(row) for row in rows], self.cfg.max_prompt_tokens
@@ -578,6 +579,11 @@ class Task:
         if TURN_ENDS and not ids:
             raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
         return ids
+
+
+def identity(row):
+    """Rows with the same prompt are the same problem; games may differ in what they hide."""
+    return row["rendered"] + (str(row.get("answer")) if reply else "")
 
 
 def render_chat(prompt, tokenizer):
@@ -1202,14 +1208,16 @@ class Game:
         self.finished = said is None
         self.is_over |= self.finished or len(turns) == 2 * self.task.cfg.max_turns - 1
         if not self.is_over:
-            turns.append({"role": "environment", "content": said})
+            rendered = said
             if self.is_message:
-                said, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
-                if said.lstrip().startswith(end):  # it is there already
-                    said = said.lstrip().removeprefix(end)
-            ids = tokenizer.encode(said, add_special_tokens=False)
+                rendered, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
+                if rendered.lstrip().startswith(end):  # it is there already
+                    rendered = rendered.lstrip().removeprefix(end)
+            ids = tokenizer.encode(rendered, add_special_tokens=False)
             self.extend(ids, [0.0] * len(ids), False)
             self.turn_start = len(self.ids)
+        if not self.is_over:  # so the last turn is always the model's
+            turns.append({"role": "environment", "content": said})
 
 
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0):

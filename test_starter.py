@@ -499,6 +499,17 @@ def test_no_rendered_prompt_is_on_both_sides_of_the_split():
     assert {row["rendered"] for row in other.held_out} == held_out
 
 
+def test_games_with_one_prompt_differ_in_what_they_hide(monkeypatch):
+    rows = [{"prompt": "Guess my number.", "answer": str(i)} for i in range(20)]
+    with pytest.raises(UserError, match="the prompt of a held-out row are left out"):
+        make_task(rows)
+    monkeypatch.setattr(starter, "reply", print)
+    task = make_task(rows + rows)
+    hidden = {row["answer"] for row in task.held_out}
+    trained = {row["answer"] for row in task.training}
+    assert len(hidden) == 4 and len(trained) == 16 and not hidden & trained
+
+
 def test_rows_of_eval_task_are_not_trained_on():
     task = make_task(question_rows(range(20)), question_rows(range(15, 25)))
     assert len(task.training) == 15 and len(task.held_out) == 8

@@ -105,4 +105,11 @@ def test_the_environment_in_the_readme_trains(save_folder, tmp_path):
          "--max_tokens=60", "--max_prompt_tokens=99", "--min_tokens=1", "--n_grpo_steps=1"],
         cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert rows_of(tmp_path / "out" / "latest", "samples.jsonl")[0]["turns"]
+    turns = rows_of(tmp_path / "out" / "latest", "samples.jsonl")[0]["turns"]
+    assert turns[0]["role"] == turns[-1]["role"] == "assistant"
+    # sample.py imports the script, and must not train with it even if it has no guard.
+    text = (tmp_path / "game.py").read_text()
+    (tmp_path / "game.py").write_text(text.replace('if __name__ == "__main__":', "if True:"))
+    sample = subprocess.run([sys.executable, HERE / "sample.py", "--n_eval=4", "--n_samples=2"],
+                            cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "accuracy, greedy" in sample.stdout and "Step" not in sample.stdout, sample.stderr

@@ -218,7 +218,9 @@ def test_the_mask_has_the_models_tokens_and_their_log_probs_know_the_replies(wor
     for response in responses:
         ids, logps, mask, finished, problem = response
         n_turns, parts = len(problem["turns"]), split(world.task.tokenizer, response)
-        assert len(parts) == n_turns <= 5 and len(ids) == len(mask) <= LIMIT
+        # A reply that does not fit is no turn: the last one is the model's.
+        assert len(parts) - (not mask[-1]) == n_turns <= 5 and len(ids) == len(mask) <= LIMIT
+        assert problem["turns"][-1]["role"] == "assistant"
         for i, (turn, (is_chosen, text)) in enumerate(zip(problem["turns"], parts), 1):
             wanted = turn["content"]
             if is_chosen:
@@ -234,7 +236,7 @@ def test_the_mask_has_the_models_tokens_and_their_log_probs_know_the_replies(wor
             logits = plain(torch.tensor([problem["prompt_ids"] + ids])).logits[0, -1 - len(ids):-1]
         wanted = logits.log_softmax(-1)[range(len(ids)), ids] * torch.tensor(mask)
         assert torch.allclose(torch.tensor(logps), wanted, atol=1e-4)
-        n_after += sum(mask[mask.index(False):]) if n_turns > 1 else 0
+        n_after += sum(mask[mask.index(False):]) if False in mask else 0
     assert n_after > 30 and {response.finished for response in responses} == {True, False}
 
 
@@ -401,7 +403,7 @@ def test_a_response_without_an_end_is_cut_off_and_earns_nothing(use):
     texts = ["long</calc>", "y" * 200, "1</calc>2</calc>3</calc>4</calc>"]
     responses, shown, rewards, _ = play(texts, **limits)
     assert shown == [f"long</calc>[{'x' * 45}]", "y" * 50, "1</calc>2</calc>3</calc>"]
-    assert [len(response.problem["turns"]) for response in responses] == [2, 1, 5]
+    assert [len(response.problem["turns"]) for response in responses] == [1, 1, 5]
     assert sorted(asked) == ["1</calc>", "2</calc>", "3</calc>", "long</calc>"]
     assert rewards == [0.0] * 3 and play(texts, **limits, reward_truncated=True)[2] == [1.0] * 3
     # Over at the last turn or token is over.
