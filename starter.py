@@ -963,6 +963,8 @@ def pad(input_ids, labels, mask, device):
     return {"input_ids": ids}, predictors, targets
 
 
+# torch 2.11 has no enable_gqa argument, and needs none.
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
 PLAIN_OPTIONS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 
 
@@ -977,7 +979,7 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
     if q.is_cuda and q.dtype == torch.bfloat16:
         window = (sliding_window or 0) - 1
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
-                          scale=scaling, window_size=(window, 0), enable_gqa=True)
+                          scale=scaling, window_size=(window, 0), **GROUPED_HEADS)
         return out[None], None
     # No flash attention: whole rows, padded at the end
     n_keys, n_queries = key_starts.diff()[:, None], query_starts.diff()[:, None]  # [R, 1]

@@ -1,6 +1,6 @@
 """The full test suite, in the order of starter.py's sections: make test
 
-It takes about four minutes on two cores, with the real vLLM if it is installed."""
+It takes about five minutes on two cores, with the real vLLM if it is installed."""
 import ast, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math, os
 import random, re, runpy, shutil, signal, socket, subprocess, sys, threading, time, zlib
 from fractions import Fraction
