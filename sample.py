@@ -113,6 +113,7 @@ def evaluate(trainer, llm, task, params, stop_ids):
     for sample in rows[:2 * n:n]:
         print("\n" + printable(trainer.show(sample)))
     print(f"\n{'mean tokens':18} {metrics['eval/avg_output_tokens']:.1f}")
+    print(f"{'cut off':18} {metrics['eval/truncated_frac']:.3f}")
     show("mean reward", rewards.mean(1))
     n_right = (rewards >= 0.9).sum(1).tolist()
     for k in (1, 4, 8, 16, 32, 64):

@@ -1613,12 +1613,13 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
     graded = on_all_ranks(grade, task, problems, responses, params, reward_fn)
     rows = [{"prompt": problem["rendered"], "response": text, "turns": problem["turns"],
              "reward": reward, "answer": problem.get("answer") or problem["solution"],
-             "tokens": len(response.ids)}
+             "tokens": len(response.ids), "cut_off": not response.finished}
             for problem, text, reward, response in zip(*graded, responses)]
     rows = sum(gather(rows), [])
     rewards = np.array([row["reward"] for row in rows])
     return {"eval/accuracy": (rewards >= 0.9).mean(), "eval/mean_reward": rewards.mean(),
-            "eval/avg_output_tokens": np.mean([row["tokens"] for row in rows])}, rows
+            "eval/avg_output_tokens": np.mean([row["tokens"] for row in rows]),
+            "eval/truncated_frac": np.mean([row["cut_off"] for row in rows])}, rows
 
 
 def evaluate(policy, llm, task, params, log, state):

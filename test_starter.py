@@ -1753,6 +1753,9 @@ def test_evaluation_counts_what_it_says():
     responses = starter.rollout_with_vllm(llm, prompts, params, 0, "eval")
     lengths = [len(response.ids) for response in responses]
     assert metrics["eval/avg_output_tokens"] == pytest.approx(np.mean(lengths))
+    cut_off = [not response.finished for response in responses]
+    assert metrics["eval/truncated_frac"] == pytest.approx(np.mean(cut_off))
+    assert [row["cut_off"] for row in rows] == cut_off
     again = starter.evaluate_model(llm, task, params, [256], lambda text, problem: next(rewards))
     assert again[1] == rows, "the same seeds every time"
 
@@ -2298,7 +2301,8 @@ ALWAYS = {f"train/{name}" for name in (
     "avg_output_tokens truncated_frac answer_frac frac_groups_zero_std skipped_steps").split()} | {
     "rollout/logp_gap_mean", "rollout/logp_gap_max", "time/rollout", "time/train", "time/sync",
     "time/step", "time/minutes", "perf/tokens_per_s"}
-EVALUATION = {"eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens"}
+EVALUATION = {"eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens",
+              "eval/truncated_frac"}
 WITH_KL = {f"kl/{name}" for name in ("mean", "max", "min", "policy_logp_mean", "ref_logp_mean")}
 
 
@@ -2991,6 +2995,7 @@ def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path):
     assert re.fullmatch(rf"\| GSM8K \| {warm_folder.name} \| .+ \| [0-9.]+ \| {interval} \| "
                         rf"{interval} \| \w+ \| --seed=3 .*\|", run.stdout.splitlines()[-1])
     assert "4 responses to each of 9 held-out problems" in run.stdout
+    assert "8 problems, 1 held out" in run.stdout and "50+1=" in run.stdout
     usage = subprocess.run(["bash", HERE / "speedrun.sh"], capture_output=True, text=True)
     assert usage.returncode == 2 and "speedrun.sh MODEL DATA" in usage.stdout
 
