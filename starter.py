@@ -101,9 +101,7 @@ def main(argv=None, only_settings=False):
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
     has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
     start_process_group("cuda" if has_gpu else "cpu")
-    given = typed
-    if "resume" in typed:
-        given = on_all_ranks(settings_of_run, typed)
+    given = on_all_ranks(settings_of_run, typed) if "resume" in typed else typed
     # ---- hyperparameters
     cfg = SimpleNamespace(
         # model
@@ -810,7 +808,7 @@ class Policy(torch.nn.Module):
         hidden = hidden.flatten(0, 1).index_select(0, predictors)  # [M, H]
         if only_hidden:
             return hidden
-        head, chunks = Head.of(self.model), []
+        head, chunks = Head.of(self.model, self.device), []
         size = max(1, LOGITS_PER_CHUNK // len(head.weight))
         for start in range(0, max(1, len(hidden)), size):
             part = slice(start, start + size)
@@ -833,17 +831,16 @@ class Head(NamedTuple):
     cap: float  # Gemma, nanochat; 0: none
 
     @classmethod
-    def of(cls, model):
+    def of(cls, model, device):
+        """Whole, on this device: that of a reference may be sharded, or in host memory."""
         config, layer = model.config, model.get_output_embeddings()
         scale = (getattr(config, "logit_scale", 1.0) * getattr(config, "lm_head_multiplier", 1.0)
                  / getattr(config, "logits_scaling", 1.0))
         cap = getattr(config, "final_logit_softcapping", None) or 0.0
-        return cls(layer.weight, getattr(layer, "bias", None), scale, cap)
-
-    def on(self, device):
-        """Whole, on this device: it may be sharded or in host memory."""
-        bias = None if self.bias is None else full(self.bias.to(device))
-        return self._replace(weight=full(self.weight.to(device)), bias=bias)
+        bias = getattr(layer, "bias", None)
+        if bias is not None:
+            bias = full(bias.to(device))
+        return cls(full(layer.weight.to(device)), bias, scale, cap)
 
     def logits(self, hidden):
         logits = upcast(F.linear(hidden, self.weight, self.bias)) * self.scale
@@ -884,7 +881,7 @@ def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=No
         if ref_model is not None:
             with torch.no_grad(), adapters_off(ref_model):
                 ref_hidden = ref_model(rows, only_hidden=True)
-                ref_head = Head.of(ref_model.model).on(model.device)
+                ref_head = Head.of(ref_model.model, model.device)
         stats = model(rows, temperature, ref_hidden, ref_head)
     else:
         ref_logits = None
@@ -1012,7 +1009,6 @@ def init_vllm(policy, cfg):
     context = getattr(policy.model.config, "max_position_embeddings", math.inf)
     if cfg.max_prompt_tokens + cfg.max_tokens > context:
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
-    llm, failure, is_missing = None, "", False
     if cfg.use_vllm:
         print("starting vLLM ...")
         # Each step on all ranks or on none: in the next one they would wait for each other.
@@ -1020,19 +1016,19 @@ def init_vllm(policy, cfg):
         is_missing = failure != ""
         if not failure:
             llm, failure = attempt(start_vllm, llm_class, policy, cfg)
+            if failure.startswith(("ImportError", "OSError")) or "'_C'" in failure:
+                is_missing = True  # built for another torch
         if not failure:
             _, failure = attempt(load_policy_into_vllm_instance, policy, llm)
+        if not failure:
             gc.freeze()  # collecting vLLM's objects is slow
-        if failure.startswith(("ImportError", "OSError")) or "'_C'" in failure:
-            is_missing = True  # built for another torch
-    if failure and not is_missing:
-        raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. Set "
-                        "--use_vllm=False, or change gpu_mem_util if it is about memory")
-    if failure:
+            return llm
+        if not is_missing:
+            raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. Set "
+                            "--use_vllm=False, or change gpu_mem_util if it is about memory")
         print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
-    if failure or not cfg.use_vllm:
-        llm, cfg.vllm_sleep = TorchSampler(policy), False
-    return llm
+    cfg.vllm_sleep = False
+    return TorchSampler(policy)
 
 
 def attempt(function, *arguments):
@@ -1150,87 +1146,74 @@ def roll_out(llm, task, problems, params, seed, step, first=0):
     if reply is None:
         return rollout_with_vllm(llm, prompts, params, seed, step, first)
     games = [Game(problem, task, params) for problem in repeat(problems, n)]
+    active = dict(enumerate(games, first * n))
     params = params | {"stop_token_ids": params["stop_token_ids"] + task.turn_end_ids}
     parts = rollout_with_vllm(llm, prompts, params, seed, step, first)
-    active = list(enumerate(games, first * n))
     for turn in itertools.count(2):
-        asking = [game for (_, game), part in zip(active, parts) if game.add(part)]
         with ThreadPoolExecutor(32) as pool:  # a reply may take time
-            for game, said in zip(asking, pool.map(Game.ask, asking)):
-                game.hear(said)
-        active = [(i, game) for i, game in active if not game.is_over]
+            list(pool.map(Game.play, active.values(), parts))
+        active = {i: game for i, game in active.items() if not game.is_over}
         if not active:
             return [Response(x.ids, x.logps, x.mask, x.finished, x.problem) for x in games]
-        params |= {"n": 1, "min_tokens": 0, "max_tokens": max(game.room() for _, game in active)}
-        prompts = [game.problem["prompt_ids"] + game.ids for _, game in active]
-        seeds = [random.Random(f"{seed}/{step}/{i}/{turn}").getrandbits(48) for i, _ in active]
-        parts = sample(llm, prompts, params, seeds)
+        params |= {"n": 1, "min_tokens": 0, "max_tokens": max(x.room for x in active.values())}
+        prompts = [game.problem["prompt_ids"] + game.ids for game in active.values()]
+        names = [f"{i}/{turn}" for i in active]
+        parts = rollout_with_vllm(llm, prompts, params, seed, step, names=names)
 
 
 class Game:
     """A response in turns"""
 
     def __init__(self, problem, task, params):
-        self.task, self.params = task, params
+        self.task, self.stop_ids, self.room = task, params["stop_token_ids"], params["max_tokens"]
         self.problem = copy.deepcopy(problem) | {"turns": []}  # reply() may keep things in it
         self.ids, self.logps, self.mask, self.turn_start = [], [], [], 0
         self.is_over = self.finished = False
 
-    def room(self):
-        return self.params["max_tokens"] - len(self.ids)
-
     def extend(self, ids, logps, is_chosen):
-        ids, logps = ids[:self.room()], logps[:self.room()]
+        ids = ids[:self.room]
         self.ids += ids
-        self.logps += logps
+        self.logps += logps[:len(ids)]
         self.mask += [is_chosen] * len(ids)
-        self.is_over = self.room() == 0
+        self.room -= len(ids)
+        self.is_over = self.room == 0
 
-    def add(self, part):
-        """What the model wrote -> is it a whole turn?"""
+    def play(self, part):
+        """Add what the model wrote; if that ends its turn, what reply() says."""
+        turns, tokenizer = self.problem["turns"], self.task.tokenizer
         self.extend(part.ids, list(part.logps), True)
-        stop_ids = self.params["stop_token_ids"]
-        text = decode(self.task.tokenizer, self.ids[self.turn_start:], stop_ids)
-        self.is_message = self.ids[-1] in stop_ids
-        has_ended = self.is_message or any(end in text for end in TURN_ENDS)
+        text = decode(tokenizer, self.ids[self.turn_start:], self.stop_ids)
+        is_message = self.ids[-1] in self.stop_ids
+        has_ended = is_message or any(end in text for end in TURN_ENDS)
         if has_ended or self.is_over:
-            self.problem["turns"].append({"role": "assistant", "content": text})
-        return has_ended
-
-    def ask(self):
-        text = self.problem["turns"][-1]["content"]
+            turns.append({"role": "assistant", "content": text})
+        if not has_ended:
+            return
         with errors_shown("reply", text):
             said = reply(self.problem, text)
             if not isinstance(said, str | None):
                 raise TypeError(f"{said!r} is neither a text nor None")
-        return said
-
-    def hear(self, said):
-        turns, tokenizer = self.problem["turns"], self.task.tokenizer
         self.finished = said is None
         self.is_over |= self.finished or len(turns) == 2 * self.task.cfg.max_turns - 1
-        if not self.is_over:
-            rendered = said
-            if self.is_message:
-                rendered, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
-                if rendered.lstrip().startswith(end):  # it is there already
-                    rendered = rendered.lstrip().removeprefix(end)
-            ids = tokenizer.encode(rendered, add_special_tokens=False)
-            self.extend(ids, [0.0] * len(ids), False)
-            self.turn_start = len(self.ids)
+        if self.is_over:
+            return
+        rendered = said
+        if is_message:
+            rendered, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
+            if rendered.lstrip().startswith(end):  # it is there already
+                rendered = rendered.lstrip().removeprefix(end)
+        ids = tokenizer.encode(rendered, add_special_tokens=False)
+        self.extend(ids, [0.0] * len(ids), False)
+        self.turn_start = len(self.ids)
         if not self.is_over:  # so the last turn is always the model's
             turns.append({"role": "environment", "content": said})
 
 
-def rollout_with_vllm(llm, prompts, params, seed, step, first=0):
-    """-> n Responses to each prompt, in one turn; seeds are counted from `first`"""
-    # A seed per prompt; its i-th response gets seed + i.
-    seeds = [random.Random(f"{seed}/{step}/{i}").getrandbits(48)
-             for i, _ in enumerate(prompts, first)]
-    return sample(llm, prompts, params, seeds)
-
-
-def sample(llm, prompts, params, seeds):
+def rollout_with_vllm(llm, prompts, params, seed, step, first=0, names=None):
+    """-> n Responses to each prompt, in one turn. A prompt's seed is made of its name, by default
+    its number, counted from `first`; its i-th response gets seed + i."""
+    names = names or range(first, first + len(prompts))
+    seeds = [random.Random(f"{seed}/{step}/{name}").getrandbits(48) for name in names]
     if not prompts:
         return []
     if isinstance(llm, TorchSampler):
@@ -1650,8 +1633,7 @@ def step_metrics(details, rewards, responses, texts, seconds, cfg):
         "train/frac_groups_zero_std": (spread == 0).mean(), "train/answer_frac": answered.mean(),
         "train/truncated_frac": truncated.mean(), "train/avg_output_tokens": lengths.mean(),
         "perf/tokens_per_s": lengths.sum() / seconds["step"]}
-    for phase, duration in seconds.items():
-        metrics[f"time/{phase}"] = duration
+    metrics |= {f"time/{phase}": duration for phase, duration in seconds.items()}
     details = [detail for detail in sum(gather(details), []) if detail["n_tokens"]]
     n_tokens = [detail["n_tokens"] for detail in details]
     has_kl = cfg.use_kl_penalty and cfg.kl_coef
