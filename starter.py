@@ -357,8 +357,8 @@ HASHES = r"####\s*((?!####)\S(?:(?!####)[^\n])*)"
 ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
 NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
 UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
-NO_UNITS = set("dozen hundred thousand k million billion trillion squared factorial pi i e x y "
-               "z n".split())
+NO_UNITS = set("dozen hundred thousand k million billion trillion squared cubed factorial pi i e "
+               "x y z n".split())
 
 
 def final_answer(text, pattern=ANSWERS):
@@ -390,9 +390,11 @@ def parse_number(answer):
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
     match = re.fullmatch(f"{NUMBER}(?: ?{UNIT})?", text)
     with contextlib.suppress(ValueError, ZeroDivisionError):
-        if match and match[4] not in NO_UNITS:
-            unit = re.sub("(?<=[a-z]{2})s$", "", match[3] or "")  # dollars, but not s or ms
-            return Fraction(match[2]), "dollar" if match[1] else unit, text
+        if match:
+            unit, word = (re.sub("(?<=[a-z]{2})s$", "", found or "")  # dollars, but not s or ms
+                          for found in (match[3], match[4]))
+            if word not in NO_UNITS:
+                return Fraction(match[2]), "dollar" if match[1] else unit, text
     return None, "", text
 
 
@@ -693,10 +695,21 @@ def choose_layout(policy):
     ids[:, 0] = 1  # a prompt that both rows share
     labels = ids.clone()
     labels[0, 20:] = -100  # the first row is shorter
+    # Some models have their window in a mask only, which packing leaves out: let it be short here.
+    windows = [(part, part.sliding_window) for part in (model.config, *model.modules())
+               if isinstance(getattr(part, "sliding_window", None), int)]
+    for part, _ in windows:
+        part.sliding_window = 8
     model.eval().set_attn_implementation("eager")
     rows = ids[:1, :20], ids[1:]
-    wanted = torch.cat([get_response_log_probs(model, row, row)[0] for row in rows])
+    try:
+        wanted = torch.cat([get_response_log_probs(model, row, row)[0] for row in rows])
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise UserError(f"{type(model).__name__} is not supported: {error!r:.150}") from error
     policy.train()
+    for module in model.modules():
+        if any("jitter" in name for name in vars(module)):
+            module.eval()  # no noise in a router
     for attention in attentions:
         try:
             model.set_attn_implementation(attention)
@@ -706,6 +719,8 @@ def choose_layout(policy):
         except Exception:  # the model does not have this attention
             continue
         if (log_probs - wanted).abs().max() < 1e-3:
+            for part, window in windows:
+                part.sliding_window = window
             return
     raise UserError(f"{type(model).__name__} is not supported: its log-probs differ from those of "
                     "its own output layer")
@@ -834,8 +849,8 @@ class Head(NamedTuple):
     def of(cls, model, device):
         """Whole, on this device: that of a reference may be sharded, or in host memory."""
         config, layer = model.config, model.get_output_embeddings()
-        scale = (getattr(config, "logit_scale", 1.0) * getattr(config, "lm_head_multiplier", 1.0)
-                 / getattr(config, "logits_scaling", 1.0))
+        scale = (getattr(config, "logit_scale", None) or 1.0)  # None: MPT
+        scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
         cap = getattr(config, "final_logit_softcapping", None) or 0.0
         bias = getattr(layer, "bias", None)
         if bias is not None:
@@ -1007,6 +1022,9 @@ class Response(NamedTuple):
 def init_vllm(policy, cfg):
     """-> vLLM, or TorchSampler, with the policy's weights; the same on all ranks"""
     context = getattr(policy.model.config, "max_position_embeddings", math.inf)
+    rope = getattr(policy.model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this, one long row changes all others
+        context = rope.get("original_max_position_embeddings", context)
     if cfg.max_prompt_tokens + cfg.max_tokens > context:
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
     if cfg.use_vllm:
@@ -1245,6 +1263,7 @@ class TorchSampler:
     def generate(self, prompts, params, seeds):
         n, limit, stop_ids = params["n"], params["max_tokens"], params["stop_token_ids"]
         width, half, device = max(map(len, prompts)), len(prompts) // 2, self.model.device
+        context = getattr(self.model.config, "max_position_embeddings", 2**31)
         if half and len(prompts) * n * (width + limit) > CACHE_LIMIT:
             return (self.generate(prompts[:half], params, seeds[:half])
                     + self.generate(prompts[half:], params, seeds[half:]))
@@ -1255,7 +1274,8 @@ class TorchSampler:
         tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
         is_done = torch.tensor(False, device=device)
         while len(tokens) < limit and not is_done.all():
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+            # Past the context are only tokens of games that are cut off.
+            positions = (mask.cumsum(1) - 1).clamp(0, context - 1)[:, -ids.shape[1]:]
             logits = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
             if not tokens:  # a prompt is read once
@@ -1466,7 +1486,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     if kl_in == "loss":
         loss = loss + kl_coef * kl
     if rollout_log_probs is not None:
-        gap = log_old - masked(rollout_log_probs, mask)
+        gap = log_old - masked(rollout_log_probs, mask).detach()
         if rollout_mask is not None:
             gap = torch.where(to_device(rollout_mask, gap.device), gap, 0)
         # Truncated importance sampling: the tokens came from the sampler, not from `old`.
