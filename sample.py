@@ -31,11 +31,18 @@ def read_settings(argv):
         raise starter.UserError(f"there is no trained model in {model_id}: run python starter.py "
                                 "first, or give --model_id a folder or a hub name")
     path = Path(model_id).resolve().parent / "config.json"
-    run = json.loads(path.read_text()) if path.is_file() else {}
-    if "n_grpo_steps" not in run:
-        run = {}
+    run = {}
+    if path.is_file():
+        try:
+            run = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise starter.UserError(f"cannot read {path}: {error!r:.150}") from None
+    if not {"n_grpo_steps", "task", "prompt", "n_eval"} <= run.keys():
+        run = {}  # a folder of something else
     taken = {name: run[name] for name in TAKEN if name in run}
-    if given.get("task", taken.get("task")) != taken.get("task"):
+    task = given.get("task", run.get("task"))
+    is_same_task = bool(run) and os.path.realpath(task) == os.path.realpath(run["task"])
+    if not is_same_task:
         for name in ("task", "eval_task", "prompt"):
             taken.pop(name, None)
     own = starter.SimpleNamespace(**OWN)
@@ -52,8 +59,10 @@ def read_settings(argv):
     if is_greedy or own.chat:
         cfg.n_samples = 1  # without randomness all responses to a prompt are the same
     cfg.temperature = 0.0 if is_greedy else cfg.temperature
-    if cfg.task == run.get("task") != "countdown" and not cfg.eval_task:
+    if is_same_task and cfg.task != "countdown" and not cfg.eval_task:
         # Otherwise some problems would be problems that the run was trained on.
+        if starter.origin(cfg)["checksums"] != run.get("checksums", []):
+            raise starter.UserError(f"{cfg.task} has changed since the run: set --eval_task")
         cfg.n_eval = min(cfg.n_eval, run["n_eval"])
         for name in ("prompt", "max_prompt_tokens"):
             if getattr(cfg, name) != run[name]:
@@ -68,12 +77,16 @@ def load_script(path):
     if not path or (os.path.exists(path) and os.path.samefile(path, starter.__file__)):
         return starter
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None:
+        raise starter.UserError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     run, starter.run = starter.run, print  # a script without `if __name__` must not train now
     try:
         spec.loader.exec_module(module)
     except OSError as error:
         raise starter.UserError(f"the run's reward is gone ({error}): set --script") from None
+    except (Exception, SystemExit) as error:
+        raise starter.UserError(f"cannot use the script {path}: {error!r:.150}") from None
     finally:
         starter.run = run
     if hasattr(module, "init_policy"):
@@ -176,4 +189,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # show what the terminal can
+        sys.stdout.reconfigure(errors="replace")
     starter.run(main)

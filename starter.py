@@ -37,7 +37,7 @@ if IS_LAUNCHED:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
 import ast, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools, json
-import logging, math, operator, random, re, shutil, signal, tempfile, traceback, warnings
+import logging, math, operator, random, re, shlex, shutil, signal, tempfile, traceback, warnings
 import zipfile, zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -211,7 +211,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     state = SimpleNamespace(step=0, next_problem=0, minutes=0.0, skipped=0, skips_in_a_row=0,
                             lr_factor=1.0, best_reward=-math.inf, ref_step=0, kl_factor=1.0,
-                            kl_smooth=0.0)
+                            kl_smooth=0.0, unmeasured=None)
     checkpoint_parts = log.folder, policy, optimizer, ref_model, state
     params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
     loss_settings = {
@@ -225,6 +225,11 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
         load_policy_into_vllm_instance(policy, llm)
+        if state.unmeasured:  # the evaluation of the last step failed
+            with saved_if_it_fails(checkpoint_parts):
+                measured = evaluate(policy, llm, task, params, log, state)
+            log.write(state.step, state.unmeasured | measured)
+            state.unmeasured = None
     else:
         log.write(0, evaluate(policy, llm, task, params, log, state))
     minutes_before = state.minutes
@@ -302,12 +307,12 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
             state.ref_step, state.kl_smooth = step, 0.0  # the average begins again
         is_late = 0 < cfg.max_minutes < state.minutes
         is_last = any(gather(is_late or step == cfg.n_grpo_steps))
-        try:
-            if step % cfg.eval_every == 0 or is_last:
-                with saved_if_it_fails(checkpoint_parts):
-                    metrics |= evaluate(policy, llm, task, params, log, state)
-        finally:
-            log.write(step, metrics)
+        if step % cfg.eval_every == 0 or is_last:
+            state.unmeasured = {name: float(value) for name, value in metrics.items()}
+            with saved_if_it_fails(checkpoint_parts):
+                metrics |= evaluate(policy, llm, task, params, log, state)
+            state.unmeasured = None
+        log.write(step, metrics)
         is_interrupted = any(gather(len(signals)))
         if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             save_checkpoint(*checkpoint_parts)
@@ -640,6 +645,7 @@ def is_tiny(model_id):
 
 def make_tiny(model_id):
     if model_id == "tiny" and LOCAL_RANK == 0 and not Path("tiny").exists():
+        sys.modules.setdefault("starter", sys.modules[__name__])  # tiny.py imports it
         try:
             import tiny
         except ImportError as error:
@@ -1149,13 +1155,19 @@ def grade(task, problems, responses, params, reward_fn):
     graded, texts, cut_off = [], [], []
     for problem, response in zip(repeat(problems, params["n"]), responses, strict=True):
         text = decode(task.tokenizer, response.ids, params["stop_token_ids"])
-        problem = response.problem or problem | {"turns": [{"role": "assistant", "content": text}]}
+        problem = response.problem or own_copy(problem, [{"role": "assistant", "content": text}])
         said = [turn["content"] for turn in problem["turns"] if turn["role"] == "assistant"]
         graded.append(problem)
         texts.append("\n".join(said))
         cut_off.append(not (response.finished or task.cfg.reward_truncated))
     rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
     return graded, texts, rewards
+
+
+def own_copy(problem, turns):
+    """For one response: reward_fn and reply() may change it."""
+    ids = list(problem.get("prompt_ids", ()))  # deepcopy is slow for long lists
+    return copy.deepcopy(problem | {"prompt_ids": None}) | {"prompt_ids": ids, "turns": turns}
 
 
 def roll_out(llm, task, problems, params, seed, step, first=0):
@@ -1184,7 +1196,7 @@ class Game:
 
     def __init__(self, problem, task, params):
         self.task, self.stop_ids, self.room = task, params["stop_token_ids"], params["max_tokens"]
-        self.problem = copy.deepcopy(problem) | {"turns": []}  # reply() may keep things in it
+        self.problem = own_copy(problem, [])
         self.ids, self.logps, self.mask, self.turn_start = [], [], [], 0
         self.is_over = self.finished = False
 
@@ -1211,6 +1223,7 @@ class Game:
             said = reply(self.problem, text)
             if not isinstance(said, str | None):
                 raise TypeError(f"{said!r} is neither a text nor None")
+            (said or "").encode()  # raises where no tokenizer can read it
         self.finished = said is None
         self.is_over |= self.finished or len(turns) == 2 * self.task.cfg.max_turns - 1
         if self.is_over:
@@ -1220,6 +1233,7 @@ class Game:
             rendered, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
             if rendered.lstrip().startswith(end):  # it is there already
                 rendered = rendered.lstrip().removeprefix(end)
+        rendered = rendered[:1000 * self.room]  # megabytes would take minutes
         ids = tokenizer.encode(rendered, add_special_tokens=False)
         self.extend(ids, [0.0] * len(ids), False)
         self.turn_start = len(self.ids)
@@ -1733,10 +1747,11 @@ def report(folder, cfg):
         interval = 1.96 * (accuracy * (1 - accuracy) / cfg.n_eval) ** 0.5
         if best["eval/accuracy"] > accuracy + interval:
             print(f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/", end="")
-    print(f"\n  try it    python sample.py --model_id={folder}/model\n"
-          f"  curves    tensorboard --logdir {folder.parent}/tb")
+    name = shlex.quote(str(folder))
+    print(f"\n  try it    python sample.py --model_id={name}/model\n"
+          f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
     if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
-        print(f"  continue  python {sys.argv[0]} --resume={folder}")
+        print(f"  continue  python {sys.argv[0]} --resume={name}")
 
 
 def log_train(log, step, metrics, cfg):
@@ -1831,7 +1846,7 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
     if RANK == 0:
         with written_whole(folder / f"checkpoint/step_{state.step:08d}.pt") as path:
             torch.save(saved, path)
-        for old in sorted(folder.glob("checkpoint/step_*.pt"), key=os.path.getmtime)[:-2]:
+        for old in sorted(folder.glob("checkpoint/step_[0-9]*.pt"), key=os.path.getmtime)[:-2]:
             old.unlink()
 
 
@@ -1848,14 +1863,14 @@ def saved_if_it_fails(checkpoint_parts):
 def is_finished(cfg):
     """Is the run to resume at its last step, and its model written since?"""
     model = Path(cfg.resume, "model")
-    newest = max(Path(cfg.resume).glob("checkpoint/step_*.pt"), default=None)
+    newest = max(Path(cfg.resume).glob("checkpoint/step_[0-9]*.pt"), default=None)
     return (newest and model.exists() and int(newest.stem[5:]) >= cfg.n_grpo_steps
             and os.path.getmtime(model) > os.path.getmtime(newest))
 
 
 def load_checkpoint(folder):
     """-> the newest intact checkpoint, or None. No code in it is run."""
-    for path in sorted(Path(folder, "checkpoint").glob("step_*.pt"), reverse=True):
+    for path in sorted(Path(folder, "checkpoint").glob("step_[0-9]*.pt"), reverse=True):
         try:
             if zipfile.ZipFile(path).testzip():
                 raise ValueError("wrong checksum")
@@ -1931,7 +1946,9 @@ def settings_of_run(typed):
     if Path(now_made_of["script"]).name != Path(script).name:
         raise UserError(f"this run has the reward of {script}: resume it with that")
     if now_made_of["checksums"] != checksums:
-        raise UserError(f"{saved['task']} or eval_task has changed since the run began")
+        raise UserError(f"{saved['task']} or eval_task has changed since the run began, or is gone")
+    if now_made_of["script"] != script:
+        print(f"changed on resume: script {script} -> {now_made_of['script']}")
     for name in typed.keys() & saved.keys() - {"resume", "out_dir"}:
         if str(saved[name]) != typed[name]:
             if name in FIXED:
@@ -2034,7 +2051,8 @@ def make_run_folder(cfg, given):
             out.mkdir(parents=True, exist_ok=True)
             descriptor = lock(out, wait=True)
             try:
-                numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
+                numbers = [int(re.match("[0-9]+", path.name)[0])
+                           for path in out.glob("[0-9][0-9][0-9][0-9]*")]
                 name = f"{max(numbers, default=0) + 1:04d}{label}"
                 (out / name).mkdir()
                 (out / name / "latest").symlink_to(name)
@@ -2092,7 +2110,8 @@ def run(main):
         message, code = "stopped at once", 130
     if code:
         print(f"error: {message}", file=sys.stderr)
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):  # it may be closed
+        sys.stdout.flush()
     os._exit(code)  # a plain exit may hang, or print what libraries did not free
 
 

@@ -412,7 +412,8 @@ def test_a_response_without_an_end_is_cut_off_and_earns_nothing(use):
 
 
 @pytest.mark.parametrize("answer, words", [
-    (lambda text: 1 / 0, "ZeroDivisionError"), (lambda text: 5, "5 is neither a text nor None")])
+    (lambda text: 1 / 0, "ZeroDivisionError"), (lambda text: 5, "5 is neither a text nor None"),
+    (lambda text: "\udcff", "surrogates not allowed")])
 def test_a_mistake_in_reply_is_one_error_that_shows_the_text(use, answer, words):
     use(lambda problem, text: answer(text) if text == "bad" else "go on")
     with pytest.raises(UserError) as error:
@@ -426,6 +427,18 @@ def test_no_two_turns_share_a_seed_and_no_turn_is_cut_short_by_another_game(use)
     texts = [f"{long}<|end|>b<|end|>z<|end|>", "z<|end|>", f"a<|end|>{long}z<|end|>"]
     seeds, other = play(texts, max_tokens=140)[3], play(texts, max_tokens=140, step=4)[3]
     assert [len(row) for row in seeds] == [3, 2, 1] and len({*sum(seeds + other, [])}) == 12
+
+
+def test_of_a_reply_of_megabytes_only_a_part_is_encoded(use, monkeypatch):
+    use(lambda problem, text: "x" * 10**7, "</calc>")
+    tokenizer, sizes = make_tokenizer("</calc>"), []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: (
+        sizes.append(len(text)), encode(text, **options))[1])
+    _, shown, rewards, _ = play(["1</calc>"], tokenizer, max_tokens=40)
+    n_model = len(encode("1</calc>", add_special_tokens=False))
+    assert shown == [f"1</calc>[{'x' * (40 - n_model)}]"] and rewards == [0.0]
+    assert max(sizes) < 10**5
 
 
 def test_replies_run_side_by_side(use):
