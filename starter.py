@@ -233,8 +233,11 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     else:
         log.write(0, evaluate(policy, llm, task, params, log, state))
     minutes_before = state.minutes
+    is_late = 0 < cfg.max_minutes < state.minutes
+    if is_late:
+        print("max_minutes is over; raise it to train longer")
 
-    while state.step < cfg.n_grpo_steps:
+    while state.step < cfg.n_grpo_steps and not is_late:
         step = state.step + 1
         started, seconds = now(), {}
 

@@ -2125,13 +2125,15 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_
     assert got == wanted and equal_weights(folder, whole)
 
 
-def test_the_minutes_of_a_run_continue_when_it_is_resumed(run_main, monkeypatch):
+def test_the_minutes_of_a_run_continue_when_it_is_resumed(run_main, monkeypatch, capsys):
     monkeypatch.setattr(starter, "START", time.perf_counter() - 600)
     folder = run_main("--n_grpo_steps=1")
     monkeypatch.setattr(starter, "START", time.perf_counter())
     starter.main([f"--resume={folder}", "--n_grpo_steps=3"])
     minutes = [row["time/minutes"] for row in rows_of(folder)[1:]]
     assert 10 < minutes[0] < minutes[1] < minutes[2] < minutes[0] + 5
+    starter.main([f"--resume={folder}", "--n_grpo_steps=4", "--max_minutes=9"])
+    assert len(rows_of(folder)) == 4 and "max_minutes is over" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_only_reported(run_main, monkeypatch, capsys):
