@@ -667,7 +667,8 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
         for key in [key for key in vars(module) if key == "p" or "drop" in key]:
             setattr(module, key, 0.0)
     policy = Policy(model.to(device), find_stop_ids(model, tokenizer))
-    choose_layout(policy)
+    with short_windows(model):
+        choose_layout(policy)
     if gradient_checkpointing and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return policy, tokenizer
@@ -691,6 +692,20 @@ def load_model(model_id):
     return model
 
 
+@contextlib.contextmanager
+def short_windows(model):
+    """Some models have their window in a mask only, which packing ignores: let a check see it."""
+    windows = [(part, part.sliding_window) for part in (model.config, *model.modules())
+               if isinstance(getattr(part, "sliding_window", None), int)]
+    for part, _ in windows:
+        part.sliding_window = 8
+    try:
+        yield
+    finally:
+        for part, window in windows:
+            part.sliding_window = window
+
+
 @torch.no_grad()
 def choose_layout(policy):
     """Pack rows if that leaves their log-probs as they are, otherwise pad them."""
@@ -704,11 +719,6 @@ def choose_layout(policy):
     ids[:, 0] = 1  # a prompt that both rows share
     labels = ids.clone()
     labels[0, 20:] = -100  # the first row is shorter
-    # Some models have their window in a mask only, which packing leaves out: let it be short here.
-    windows = [(part, part.sliding_window) for part in (model.config, *model.modules())
-               if isinstance(getattr(part, "sliding_window", None), int)]
-    for part, _ in windows:
-        part.sliding_window = 8
     model.eval().set_attn_implementation("eager")
     rows = ids[:1, :20], ids[1:]
     try:
@@ -728,8 +738,6 @@ def choose_layout(policy):
         except Exception:  # the model does not have this attention
             continue
         if (log_probs - wanted).abs().max() < 1e-3:
-            for part, window in windows:
-                part.sliding_window = window
             return
     raise UserError(f"{type(model).__name__} is not supported: its log-probs differ from those of "
                     "its own output layer")
@@ -1028,12 +1036,18 @@ class Response(NamedTuple):
     problem: dict = None  # with its turns, if there is a reply()
 
 
+def context_of(config):
+    """-> tokens that a prompt and its response may have"""
+    context = getattr(config, "max_position_embeddings", 2**31)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this, one long row changes all others
+        return rope.get("original_max_position_embeddings", context)
+    return context
+
+
 def init_vllm(policy, cfg):
     """-> vLLM, or TorchSampler, with the policy's weights; the same on all ranks"""
-    context = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    rope = getattr(policy.model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this, one long row changes all others
-        context = rope.get("original_max_position_embeddings", context)
+    context = context_of(policy.model.config)
     if cfg.max_prompt_tokens + cfg.max_tokens > context:
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
     if cfg.use_vllm:
@@ -1280,7 +1294,7 @@ class TorchSampler:
     def generate(self, prompts, params, seeds):
         n, limit, stop_ids = params["n"], params["max_tokens"], params["stop_token_ids"]
         width, half, device = max(map(len, prompts)), len(prompts) // 2, self.model.device
-        context = getattr(self.model.config, "max_position_embeddings", 2**31)
+        context = context_of(self.model.config)
         if half and len(prompts) * n * (width + limit) > CACHE_LIMIT:
             return (self.generate(prompts[:half], params, seeds[:half])
                     + self.generate(prompts[half:], params, seeds[half:]))
