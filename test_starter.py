@@ -1802,8 +1802,9 @@ def test_evaluation_counts_what_it_says():
     """Scripted rewards of 3 problems x 2 responses; the weights are random."""
     task = make_task(question_rows(range(20)), question_rows(range(30, 33)))
     llm, rewards = starter.TorchSampler(make_policy()), iter([1.0, 0.0, 0.95, 0.1, 0.1, 0.1] * 2)
-    params = PARAMS | {"n": 2}
-    metrics, rows = starter.evaluate_model(llm, task, params, [256],
+    stop_ids = [*range(0, 300, 20)]  # some responses end in time
+    params = PARAMS | {"n": 2, "stop_token_ids": stop_ids}
+    metrics, rows = starter.evaluate_model(llm, task, params, stop_ids,
                                            lambda text, problem: next(rewards))
     assert metrics["eval/accuracy"] == pytest.approx(2 / 6)
     assert metrics["eval/mean_reward"] == pytest.approx(2.25 / 6)
@@ -1815,8 +1816,9 @@ def test_evaluation_counts_what_it_says():
     assert metrics["eval/avg_output_tokens"] == pytest.approx(np.mean(lengths))
     cut_off = [not response.finished for response in responses]
     assert metrics["eval/truncated_frac"] == pytest.approx(np.mean(cut_off))
+    assert 0 < sum(cut_off) < 6
     assert [row["cut_off"] for row in rows] == cut_off
-    again = starter.evaluate_model(llm, task, params, [256], lambda text, problem: next(rewards))
+    again = starter.evaluate_model(llm, task, params, stop_ids, lambda text, problem: next(rewards))
     assert again[1] == rows, "the same seeds every time"
 
 
@@ -3060,8 +3062,8 @@ def test_sample_takes_a_run_folder_and_refuses_impossible_numbers(tmp_path, monk
 
 @pytest.mark.parametrize("name, text, message", [
     ("a.py", "def (", "cannot use the script .*SyntaxError"), ("a.txt", "x", "is no Python file"),
-    ("b.py", "import not_there", "cannot use .*No module named"), ("c.py", "raise SystemExit", "use"),
-    ("gone.py", None, "is gone")])
+    ("b.py", "import not_there", "cannot use .*No module named"),
+    ("c.py", "raise SystemExit", "cannot use the script .*SystemExit"), ("gone.py", None, "is gone")])
 def test_sample_refuses_a_script_that_it_cannot_use(tmp_path, name, text, message):
     import sample
     if text is not None:
