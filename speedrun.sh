@@ -28,8 +28,8 @@ SECONDS=0
 $python "$here/starter.py" --model_id="$model" --task="$data/train.jsonl" \
     --max_minutes=7 --n_grpo_steps=1000 --eval_every=30 --n_eval=300 --save_every=0 \
     --rollout_batch_size=512 --group_size=8 --max_tokens=400 --max_prompt_tokens=400 --gpu_mem_util=0.3 \
-    --tokens_per_microbatch=10240 --lr=5e-6 --warmup_steps=5 --loss_type=dr_grpo --use_std_normalization=False \
-    --gradient_checkpointing=False --compile=False "$@"
+    --tokens_per_microbatch=10240 --lr=5e-6 --warmup_steps=5 --n_minibatches=2 \
+    --loss_type=dr_grpo --use_std_normalization=False --gradient_checkpointing=False --compile=False "$@"
 minutes=$(awk "BEGIN { printf \"%.1f\", $SECONDS / 60 }")
 
 n_problems=$(grep -c . "$data/test.jsonl")

@@ -253,23 +253,28 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         update_started = now()
         if cfg.vllm_sleep:
             llm.sleep(level=2)
-        # Log-probs before the update
         kl_now = kl_coef * (state.kl_factor if cfg.kl_adaptive else 1.0)
-        if cfg.inner_epochs * cfg.n_minibatches > 1:  # otherwise old is the policy itself
-            batch.old_log_probs = score(policy, batch, cfg)
+        minibatches = [*make_minibatches(cfg, step, len(responses))]
+        # Rows without advantage have no gradient. Step 1 keeps them for check_agreement.
+        trained = {row for row, advantage in enumerate(batch.advantages_per_seq)
+                   if step == 1 or kl_now or advantage.any()}
+
+        # Log-probs before the update. In its first minibatch old is the policy itself.
+        old_log_probs = None
+        if len(minibatches) > 1:
+            later = trained & {row for rows in minibatches[1:] for row in rows}
+            old_log_probs = score(policy, batch, sorted(later), cfg)
         if kl_now and cfg.kl_estimator != "exact":
             with adapters_off(ref_model):
-                batch.ref_log_probs = score(ref_model, batch, cfg)
+                batch.ref_log_probs = score(ref_model, batch, sorted(trained), cfg)
 
         # Update: an optimizer step per minibatch, in microbatches
         details, losses, grad_norms = [], [], []
-        for rows in make_minibatches(cfg, step, len(responses)):
+        for rows in minibatches:
             # Of all ranks, / WORLD: fully_shard averages gradients over the ranks.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
-            if step > 1 and not kl_now:
-                # Rows without advantage have no gradient. Step 1 keeps them for check_agreement.
-                rows = [row for row in rows if batch.advantages_per_seq[row].any()]
+            rows = [row for row in rows if row in trained]
             microbatches = make_microbatches(batch, rows, cfg, policy.layout)
             loss = 0.0
             for i, micro_rows in enumerate(microbatches, 1):
@@ -284,6 +289,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
                 details.append(metadata)
             losses.append(np.mean(gather(loss)))
             grad_norms.append(update_weights(policy, optimizer, losses[-1], cfg, state))
+            batch.old_log_probs = old_log_probs  # from the second minibatch on
         sync_started = now()
 
         if cfg.vllm_sleep:
@@ -1429,12 +1435,12 @@ def split_padded(batch, rows, limit, n_least):
 
 
 @torch.no_grad()
-def score(model, batch, cfg):
-    """-> log-probs [B, T]"""
+def score(model, batch, rows, cfg):
+    """-> log-probs [B, T] of these rows, 0 in the others"""
     log_probs = torch.zeros(batch.labels.shape, device=model.device)
-    for rows in make_microbatches(batch, range(len(batch.lengths)), cfg, model.layout):
-        inputs = (x[rows] for x in (batch.input_ids, batch.labels, batch.response_mask))
-        log_probs[rows] = response_stats(model, *inputs, cfg.temperature)[0]
+    for micro_rows in make_microbatches(batch, rows, cfg, model.layout):
+        inputs = (x[micro_rows] for x in (batch.input_ids, batch.labels, batch.response_mask))
+        log_probs[micro_rows] = response_stats(model, *inputs, cfg.temperature)[0]
     return log_probs
 
 
@@ -1454,7 +1460,7 @@ def grpo_microbatch_step(
     exact_kl = None
     if ref_stats:
         ref_log_probs, exact_kl = ref_stats
-    if old_log_probs is None:  # the only update: the ratio is 1
+    if old_log_probs is None:  # the first update: the ratio is 1
         old_log_probs = log_probs
     mask = to_device(mask, log_probs.device)
     loss, metadata = compute_loss(

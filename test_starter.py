@@ -2559,6 +2559,43 @@ def test_kl_mean_is_near_the_exact_kl_with_several_updates_per_rollout(run_main,
     assert wanted > 0.03
 
 
+def test_old_log_probs_are_those_before_the_update_and_only_of_rows_that_need_them(
+        run_main, monkeypatch):
+    step, score, before, compared, scored = (
+        starter.grpo_microbatch_step, starter.score, {}, [], [])
+
+    def watched(policy, input_ids, labels, response_mask, old_log_probs=None, **options):
+        now = {name: weight.clone() for name, weight in policy.state_dict().items()}
+        if old_log_probs is None:  # the first minibatch
+            before.update(now)
+        else:
+            policy.load_state_dict(before)
+            with torch.no_grad():
+                wanted = starter.response_stats(policy, input_ids, labels, response_mask, 1.0)[0]
+            policy.load_state_dict(now)
+            close = torch.isclose(old_log_probs, wanted, atol=1e-5) | ~response_mask
+            compared.append((bool(close.all()), float((old_log_probs * response_mask).sum())))
+        return step(policy, input_ids, labels, response_mask, old_log_probs=old_log_probs,
+                    **options)
+
+    def watched_score(model, batch, rows, cfg):
+        scored.append((len(rows), int((batch.advantages_per_seq != 0).sum())))
+        return score(model, batch, rows, cfg)
+
+    monkeypatch.setattr(starter, "grpo_microbatch_step", watched)
+    monkeypatch.setattr(starter, "score", watched_score)
+    run_main("--n_minibatches=3", "--lr=3e-4", "--n_grpo_steps=4", "--rollout_batch_size=48")
+    assert len(compared) >= 6 and all(same and total < 0 for same, total in compared)
+    assert scored[0][0] == 32  # step 1 trains all rows
+    assert all(n <= min(32, n_trained) for n, n_trained in scored[1:])
+    assert sum(n for n, _ in scored[1:]) < 96
+    compared.clear()
+    scored.clear()
+    run_main("--inner_epochs=2", "--lr=3e-4", "--n_grpo_steps=3", "--rollout_batch_size=48")
+    assert len(compared) >= 3 and all(same and total < 0 for same, total in compared)
+    assert [n for n, _ in scored] == [48, *(n_trained for _, n_trained in scored[1:])]
+
+
 def test_no_update_is_skipped_because_of_kl(run_main):
     folder = run_main(KL, "--lr=0.1", "--warmup_steps=0", "--inner_epochs=2", "--n_grpo_steps=6")
     rows = rows_of(folder)
