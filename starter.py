@@ -872,7 +872,7 @@ class Head(NamedTuple):
     def of(cls, model, device):
         """Whole, on this device: that of a reference may be sharded, or in host memory."""
         config, layer = model.config, model.get_output_embeddings()
-        scale = (getattr(config, "logit_scale", None) or 1.0)  # None: MPT
+        scale = getattr(config, "logit_scale", None) or 1.0  # None: MPT
         scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
         cap = getattr(config, "final_logit_softcapping", None) or 0.0
         bias = getattr(layer, "bias", None)
@@ -1869,8 +1869,13 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
     if RANK == 0:
         with written_whole(folder / f"checkpoint/step_{state.step:08d}.pt") as path:
             torch.save(saved, path)
-        for old in sorted(folder.glob("checkpoint/step_[0-9]*.pt"), key=os.path.getmtime)[:-2]:
+        for old in sorted(checkpoints(folder), key=os.path.getmtime)[:-2]:
             old.unlink()
+
+
+def checkpoints(folder):
+    """-> paths, in the order of their steps"""
+    return sorted(Path(folder).glob("checkpoint/step_[0-9]*.pt"))
 
 
 @contextlib.contextmanager
@@ -1886,14 +1891,14 @@ def saved_if_it_fails(checkpoint_parts):
 def is_finished(cfg):
     """Is the run to resume at its last step, and its model written since?"""
     model = Path(cfg.resume, "model")
-    newest = max(Path(cfg.resume).glob("checkpoint/step_[0-9]*.pt"), default=None)
+    newest = max(checkpoints(cfg.resume), default=None)
     return (newest and model.exists() and int(newest.stem[5:]) >= cfg.n_grpo_steps
             and os.path.getmtime(model) > os.path.getmtime(newest))
 
 
 def load_checkpoint(folder):
     """-> the newest intact checkpoint, or None. No code in it is run."""
-    for path in sorted(Path(folder, "checkpoint").glob("step_[0-9]*.pt"), reverse=True):
+    for path in reversed(checkpoints(folder)):
         try:
             if zipfile.ZipFile(path).testzip():
                 raise ValueError("wrong checksum")

@@ -3100,7 +3100,8 @@ def test_sample_takes_a_run_folder_and_refuses_impossible_numbers(tmp_path, monk
 @pytest.mark.parametrize("name, text, message", [
     ("a.py", "def (", "cannot use the script .*SyntaxError"), ("a.txt", "x", "is no Python file"),
     ("b.py", "import not_there", "cannot use .*No module named"),
-    ("c.py", "raise SystemExit", "cannot use the script .*SystemExit"), ("gone.py", None, "is gone")])
+    ("c.py", "raise SystemExit", "cannot use the script .*SystemExit"),
+    ("gone.py", None, "is gone")])
 def test_sample_refuses_a_script_that_it_cannot_use(tmp_path, name, text, message):
     import sample
     if text is not None:
