@@ -1796,7 +1796,7 @@ def log_train(log, step, metrics, cfg):
         "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
         "equal rewards in all groups: no gradient": metrics["train/frac_groups_zero_std"] == 1,
         "most responses are cut off and earn 0: raise max_tokens, or set reward_truncated":
-            cut_off[-1] > 0.5,
+            cut_off[-1] > 0.5 and not cfg.reward_truncated,
         "cut-off responses have more than tripled: lower lr; best/ is the best model so far":
             cut_off[-1] > max(0.1, 3 * min(cut_off)),
         "entropy is below a tenth of its start: lower lr; best/ is the best model so far":

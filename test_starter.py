@@ -2037,16 +2037,19 @@ def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, 
         assert row[name] == 1.0 if reward_truncated else row[name] < 0.2
 
 
+NOTHING_SEEN = dict.fromkeys((
+    "train/loss train/grad_norm train/reward_mean train/avg_output_tokens time/minutes "
+    "perf/tokens_per_s time/rollout time/train time/sync time/step train/truncated_frac "
+    "train/frac_groups_zero_std").split(), 0.0) | {"train/entropy": 1.0}
+
+
 @pytest.mark.parametrize("name, quiet, loud, words", [
     ("train/truncated_frac", [0.2, 0.5], 0.51, "most responses are cut off"),
     ("train/truncated_frac", [0.0, 0.1], 0.11, "cut-off responses have more than tripled"),
     ("train/truncated_frac", [0.14, 0.42], 0.43, "cut-off responses have more than tripled"),
     ("train/entropy", [1.0, 2.0, 0.11], 0.09, "entropy is below a tenth of its start")])
 def test_alarms_are_given_once_and_remember_the_start(tmp_path, capsys, name, quiet, loud, words):
-    names = ("train/loss train/grad_norm train/reward_mean train/avg_output_tokens time/minutes "
-             "perf/tokens_per_s time/rollout time/train time/sync time/step train/truncated_frac "
-             "train/frac_groups_zero_std").split()
-    metrics, cfg = dict.fromkeys(names, 0.0) | {"train/entropy": 1.0}, settings_of()
+    metrics, cfg = NOTHING_SEEN, settings_of(reward_truncated=False)
     log = starter.Log(tmp_path, cfg)
     log.write(0, {"eval/accuracy": 0.5})
 
@@ -2062,6 +2065,16 @@ def test_alarms_are_given_once_and_remember_the_start(tmp_path, capsys, name, qu
     assert len(log.history) == len(quiet)
     assert warnings(quiet[-1:], 20) == 0 and warnings([loud] * 3, 30) == 1
     log.close()
+
+
+def test_who_rewards_cut_off_responses_is_not_told_that_they_earn_nothing(tmp_path, capsys):
+    metrics = NOTHING_SEEN | {"train/truncated_frac": 0.9}
+    for is_rewarded in (False, True):
+        cfg = settings_of(reward_truncated=is_rewarded)
+        log = starter.Log(tmp_path, cfg)
+        starter.log_train(log, 1, metrics, cfg)
+        log.close()
+        assert ("cut off and earn 0" in capsys.readouterr().out) == (not is_rewarded)
 
 
 def test_one_process_at_a_time_writes_to_a_run_folder(run_main, script, tmp_path):
