@@ -1,7 +1,7 @@
 """How fast, how large: the trainer itself on fixed work, with a model of random weights.
 
     python bench.py --size=1.7b --new_tokens=512      sizes: tiny, 0.6b, 1.7b, 4b, 8b (Qwen3's);
-                                                      qwen3.5 of 0.8 B, and qwen3 of that size
+                                                      qwen3.5 of 0.75 B, and qwen3 of that size
     python bench.py --kl=True --rollout=False         with a KL penalty; the update alone
     python bench.py --bare=True                       rollouts beside vLLM alone, same prompts
     python bench.py --peer=trl                        the same work in TRL, if it is installed

@@ -180,7 +180,7 @@ def main(argv=None):
     params = trainer.init_sampling_params(cfg, cfg.n_samples, policy.stop_ids)
     if cfg.chat:
         # For one response at a time plain torch is fast enough.
-        context = getattr(policy.model.config, "max_position_embeddings", 4096)
+        context = trainer.context_of(policy.model.config)
         chat(trainer, trainer.TorchSampler(policy), task, params,
              min(4096, context - cfg.max_tokens))
     else:

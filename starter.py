@@ -37,8 +37,8 @@ if IS_LAUNCHED:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
 import ast, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools, json
-import logging, math, operator, random, re, shlex, shutil, signal, tempfile, traceback, warnings
-import zipfile, zlib
+import math, operator, random, re, shlex, shutil, signal, tempfile, traceback, warnings, zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import SimpleNamespace
@@ -47,18 +47,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp
+import torch.distributed.checkpoint.state_dict as state_dicts
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
                           AutoModelForMultimodalLM, AutoTokenizer, DynamicCache)
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-logging.getLogger("vllm.triton_utils.importing").setLevel("ERROR")  # no Triton on a CPU
 print = functools.partial(print, flush=True)
 
 
@@ -98,6 +97,7 @@ def on_all_ranks(function, *arguments):
 
 
 def main(argv=None, only_settings=False):
+    # typed: on the command line; given: with the settings of the run to resume
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
     has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
     start_process_group("cuda" if has_gpu else "cpu")
@@ -118,7 +118,7 @@ def main(argv=None, only_settings=False):
         max_minutes=0.0,  # 0: no limit
         eval_every=20,  # steps
         n_eval=400,  # held-out problems
-        save_every=50,  # steps between checkpoints; 0: only on Ctrl-C
+        save_every=50,  # steps between checkpoints; 0: only when stopped
         # task
         task="countdown",  # or a JSONL file
         eval_task="",  # another JSONL file; else rows of task are held out
@@ -135,7 +135,7 @@ def main(argv=None, only_settings=False):
         max_tokens=512,
         max_prompt_tokens=256,
         max_turns=10,  # of the model, if there is a reply()
-        reward_truncated=False,  # False: a response cut off at max_tokens has reward 0
+        reward_truncated=False,  # False: a response that is cut off has reward 0
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep=False,  # free it during the update
         # update
@@ -179,7 +179,7 @@ def main(argv=None, only_settings=False):
     check_settings(cfg, typed)
     if only_settings:
         return cfg
-    rows = on_all_ranks(read_task, cfg)
+    rows, eval_rows = on_all_ranks(read_task, cfg)
     if cfg.resume and gather(is_finished(cfg))[0]:
         return report(Path(cfg.resume), cfg)
     saved = on_all_ranks(load_checkpoint, cfg.resume) if cfg.resume else None
@@ -187,7 +187,7 @@ def main(argv=None, only_settings=False):
     print(f"loading {cfg.model_id} ...")
     policy, tokenizer = on_all_ranks(init_policy, cfg.model_id, cfg.device,
                                      cfg.gradient_checkpointing)
-    task = Task(cfg, *rows, tokenizer)
+    task = Task(cfg, rows, eval_rows, tokenizer)
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
     layout = "packed" if policy.layout is pack else "padded (slower)"
     print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}, rows {layout}")
@@ -200,18 +200,19 @@ def main(argv=None, only_settings=False):
     llm = init_vllm(policy, cfg)
     folder = Path(cfg.resume or on_all_ranks(make_run_folder, cfg, given))
     with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
-        train(policy, llm, tokenizer, cfg, log, ref_model, kl_coef, task=task, saved=saved)
+        train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved)
         save_model(policy, tokenizer, folder / "model")
     report(folder, cfg)
 
 
-def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
+def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
     """saved: a checkpoint to start from"""
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     state = SimpleNamespace(step=0, next_problem=0, minutes=0.0, skipped=0, skips_in_a_row=0,
                             lr_factor=1.0, best_reward=-math.inf, ref_step=0, kl_factor=1.0,
-                            kl_smooth=0.0, unmeasured=None)
+                            kl_smooth=0.0,
+                            unmeasured=None)  # metrics of a step whose evaluation failed
     checkpoint_parts = log.folder, policy, optimizer, ref_model, state
     params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
     loss_settings = {
@@ -225,19 +226,19 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
         load_policy_into_vllm_instance(policy, llm)
-        if state.unmeasured:  # the evaluation of the last step failed
+        if state.unmeasured:
             with saved_if_it_fails(checkpoint_parts):
-                measured = evaluate(policy, llm, task, params, log, state)
+                measured = evaluate_and_keep_best(policy, llm, task, params, log, state)
             log.write(state.step, state.unmeasured | measured)
             state.unmeasured = None
     else:
-        log.write(0, evaluate(policy, llm, task, params, log, state))
+        log.write(0, evaluate_and_keep_best(policy, llm, task, params, log, state))
     minutes_before = state.minutes
-    is_late = 0 < cfg.max_minutes < state.minutes
-    if is_late:
+    if 0 < cfg.max_minutes < minutes_before:
         print("max_minutes is over; raise it to train longer")
+        return
 
-    while state.step < cfg.n_grpo_steps and not is_late:
+    while state.step < cfg.n_grpo_steps:
         step = state.step + 1
         started, seconds = now(), {}
 
@@ -256,25 +257,25 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         kl_now = kl_coef * (state.kl_factor if cfg.kl_adaptive else 1.0)
         minibatches = [*make_minibatches(cfg, step, len(responses))]
         # Rows without advantage have no gradient. Step 1 keeps them for check_agreement.
-        trained = {row for row, advantage in enumerate(batch.advantages_per_seq)
-                   if step == 1 or kl_now or advantage.any()}
+        to_train = {row for row, advantage in enumerate(batch.advantages_per_seq)
+                    if step == 1 or kl_now or advantage.any()}
 
         # Log-probs before the update. In its first minibatch old is the policy itself.
         old_log_probs = None
         if len(minibatches) > 1:
-            later = trained & {row for rows in minibatches[1:] for row in rows}
+            later = to_train & {row for rows in minibatches[1:] for row in rows}
             old_log_probs = score(policy, batch, sorted(later), cfg)
         if kl_now and cfg.kl_estimator != "exact":
             with adapters_off(ref_model):
-                batch.ref_log_probs = score(ref_model, batch, sorted(trained), cfg)
+                batch.ref_log_probs = score(ref_model, batch, sorted(to_train), cfg)
 
         # Update: an optimizer step per minibatch, in microbatches
         details, losses, grad_norms = [], [], []
         for rows in minibatches:
-            # Of all ranks, / WORLD: fully_shard averages gradients over the ranks.
+            # A mean over ranks, not a sum: fully_shard averages gradients over them as well.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
-            rows = [row for row in rows if row in trained]
+            rows = [row for row in rows if row in to_train]
             microbatches = make_microbatches(batch, rows, cfg, policy.layout)
             loss = 0.0
             for i, micro_rows in enumerate(microbatches, 1):
@@ -319,7 +320,7 @@ def train(policy, llm, tokenizer, cfg, log, ref_model=None, kl_coef=0.0, *, task
         if step % cfg.eval_every == 0 or is_last:
             state.unmeasured = {name: float(value) for name, value in metrics.items()}
             with saved_if_it_fails(checkpoint_parts):
-                metrics |= evaluate(policy, llm, task, params, log, state)
+                metrics |= evaluate_and_keep_best(policy, llm, task, params, log, state)
             state.unmeasured = None
         log.write(step, metrics)
         is_interrupted = any(gather(len(signals)))
@@ -371,6 +372,7 @@ HASHES = r"####\s*((?!####)\S(?:(?!####)[^\n])*)"
 ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
 NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
 UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
+# Words that change the number before them
 NO_UNITS = set("dozen hundred thousand k million billion trillion squared cubed factorial pi i e "
                "x y z n".split())
 
@@ -432,10 +434,10 @@ def exact_value(node):
 
 
 def checked_reward(reward_fn, text, problem, is_cut_off=False):
-    reward = 0.0
+    if is_cut_off:
+        return 0.0
     with errors_shown("reward_fn", text):
-        if not is_cut_off:
-            reward = float(reward_fn(text, problem))
+        reward = float(reward_fn(text, problem))
         if not abs(reward) < 1e38:
             raise ValueError(f"{reward} is not finite")
     return reward
@@ -447,7 +449,7 @@ def errors_shown(name, text):
     try:
         yield
     except Exception as error:
-        traceback.print_tb(error.__traceback__.tb_next.tb_next)
+        traceback.print_tb(error.__traceback__.tb_next.tb_next)  # without this file's frames
         raise UserError(f"{name}: {error!r} for the response {text[:300]!r}") from error
 
 
@@ -478,6 +480,7 @@ def fill(template, fields):
 
 def random_expression(rng, numbers, operations):
     """Join random parts until one is left. -> (text, value), or ("", 0)"""
+    # Binding: 1 of + and -, 2 of * and /, 3 of a number; parts that bind less get parentheses.
     parts = [(str(n), n, 3) for n in numbers]  # (text, value, binding)
     while len(parts) > 1:
         left, x, left_binding = parts.pop(rng.randrange(len(parts)))
@@ -486,9 +489,9 @@ def random_expression(rng, numbers, operations):
         if operation == "/" and (y == 0 or x % y):
             return "", 0
         value = {"+": x + y, "-": x - y, "*": x * y, "/": x // (y or 1)}[operation]
-        binding, needed = {"+": (1, 1), "-": (1, 2), "*": (2, 2), "/": (2, 3)}[operation]
+        binding, right_needs = {"+": (1, 1), "-": (1, 2), "*": (2, 2), "/": (2, 3)}[operation]
         left = f"({left})" if left_binding < binding else left
-        right = f"({right})" if right_binding < needed else right
+        right = f"({right})" if right_binding < right_needs else right
         parts.append((left + operation + right, value, binding))
     return parts[0][:2]
 
@@ -583,7 +586,7 @@ class Task:
 
     @functools.cached_property
     def turn_end_ids(self):
-        """Tokens in which a text of TURN_ENDS may end"""
+        """Tokens in which a text of TURN_ENDS may end: they contain it, or begin with its end"""
         ids = []
         for token in range(len(self.tokenizer) if TURN_ENDS else 0):
             text = self.tokenizer.decode([token])
@@ -673,8 +676,14 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
         for key in [key for key in vars(module) if key == "p" or "drop" in key]:
             setattr(module, key, 0.0)
     policy = Policy(model.to(device), find_stop_ids(model, tokenizer))
-    with short_windows(model):
-        choose_layout(policy)
+    # Some models have their window in a mask only, which packing ignores: a short one shows that.
+    windows = [(part, part.sliding_window) for part in (model.config, *model.modules())
+               if isinstance(getattr(part, "sliding_window", None), int)]
+    for part, _ in windows:
+        part.sliding_window = 8
+    choose_layout(policy)
+    for part, window in windows:
+        part.sliding_window = window
     if gradient_checkpointing and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return policy, tokenizer
@@ -698,20 +707,6 @@ def load_model(model_id):
     return model
 
 
-@contextlib.contextmanager
-def short_windows(model):
-    """Some models have their window in a mask only, which packing ignores: let a check see it."""
-    windows = [(part, part.sliding_window) for part in (model.config, *model.modules())
-               if isinstance(getattr(part, "sliding_window", None), int)]
-    for part, _ in windows:
-        part.sliding_window = 8
-    try:
-        yield
-    finally:
-        for part, window in windows:
-            part.sliding_window = window
-
-
 @torch.no_grad()
 def choose_layout(policy):
     """Pack rows if that leaves their log-probs as they are, otherwise pad them."""
@@ -728,10 +723,11 @@ def choose_layout(policy):
     model.eval().set_attn_implementation("eager")
     rows = ids[:1, :20], ids[1:]
     try:
+        # Any labels will do.
         wanted = torch.cat([get_response_log_probs(model, row, row)[0] for row in rows])
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise UserError(f"{type(model).__name__} is not supported: {error!r:.150}") from error
-    policy.train()
+    policy.train()  # gradient checkpointing needs it
     for module in model.modules():
         if any("jitter" in name for name in vars(module)):
             module.eval()  # no noise in a router
@@ -786,7 +782,8 @@ def make_reference(policy, cfg):
 
 
 def compile_and_shard(policy, cfg, is_reference=False):
-    """Each GPU keeps a part of the weights, float32 if trained, and computes in bf16."""
+    """Compile the layers, then shard: each GPU keeps a part of the weights, float32 if trained, and
+    computes in bf16."""
     for parameter in policy.parameters():
         if not parameter.requires_grad:  # buffers (positions) stay float32
             parameter.data = parameter.data.to(policy.compute_dtype)
@@ -830,8 +827,9 @@ class Policy(torch.nn.Module):
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
-        self.model, self.stop_ids, self.device = model, stop_ids, model.device
-        self.chunk_stats = chunk_stats
+        self.model, self.device = model, model.device
+        self.stop_ids = stop_ids  # for the sampler
+        self.chunk_stats = chunk_stats  # or compiled
         self.compute_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     @property
@@ -841,7 +839,8 @@ class Policy(torch.nn.Module):
     def forward(self, rows, temperature=1.0, ref_hidden=None, ref_head=None, only_hidden=False):
         """rows: from layout() -> token_stats of the M targets. The logits never exist whole."""
         inputs, predictors, targets = rows
-        body = getattr(self.model, "model", self.model.base_model)  # without the output layer
+        # Without the output layer; base_model of Llama 4 would have it.
+        body = getattr(self.model, "model", self.model.base_model)
         hidden = body(**inputs, use_cache=False).last_hidden_state  # [B, L, H]
         hidden = hidden.flatten(0, 1).index_select(0, predictors)  # [M, H]
         if only_hidden:
@@ -851,9 +850,9 @@ class Policy(torch.nn.Module):
         for start in range(0, max(1, len(hidden)), size):
             part = slice(start, start + size)
             ref_part = None if ref_hidden is None else ref_hidden[part]
-            # The backward pass computes the logits again.
-            chunks.append(checkpoint(self.chunk_stats, hidden[part], targets[part], head,
-                                     temperature, ref_part, ref_head, use_reentrant=False))
+            chunks.append(recompute_in_backward(
+                self.chunk_stats, hidden[part], targets[part], head, temperature, ref_part,
+                ref_head, use_reentrant=False))
         return [torch.cat(pieces) for pieces in zip(*chunks)]
 
 
@@ -1008,11 +1007,11 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
     given = {name for name, option in options.items() if option is not None}
     is_plain = given <= PLAIN_OPTIONS and attention_mask is None
-    if not is_plain or not query.shape[-1] == value.shape[-1] <= 256:
+    if not (is_plain and query.shape[-1] == value.shape[-1] <= 256):
         raise NotImplementedError("choose_layout() then pads")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, d]
     if q.is_cuda and q.dtype == torch.bfloat16:
-        window = (sliding_window or 0) - 1
+        window = (sliding_window or 0) - 1  # tokens before; -1: all
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
                           scale=scaling, window_size=(window, 0), **GROUPED_HEADS)
         return out[None], None
@@ -1058,7 +1057,7 @@ def init_vllm(policy, cfg):
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
     if cfg.use_vllm:
         print("starting vLLM ...")
-        # Each step on all ranks or on none: in the next one they would wait for each other.
+        # Go on only if a step worked on all ranks: they wait for each other in the next one.
         llm_class, failure = attempt(import_vllm)
         is_missing = failure != ""
         if not failure:
@@ -1141,14 +1140,15 @@ def load_policy_into_vllm_instance(policy, llm):
 
 def check_agreement(metrics, details, cfg, step):
     """Sampler and trainer must agree; reference and policy before any update."""
-    gap, most, most_kl = metrics.get("rollout/logp_gap_mean", 0.0), 2e-3, 1e-6
+    max_gap, max_kl = 2e-3, 1e-6
     if cfg.device == "cuda":  # bf16
-        most, most_kl = 0.1 if step == 1 else 0.3, 2e-3
-    if gap > most:
+        max_gap, max_kl = 0.1 if step == 1 else 0.3, 2e-3
+    gap = metrics.get("rollout/logp_gap_mean", 0.0)
+    if gap > max_gap:
         raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
                         " or it computes this model differently (--use_vllm=False)")
     kl = details[0]["kl_mean"] if step == 1 else 0.0
-    if kl > most_kl:
+    if kl > max_kl:
         raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
 
 
@@ -1171,6 +1171,10 @@ def collect(llm, task, params, cfg, state, seconds):
     seconds |= {"rollout": sampled - started, "reward": now() - sampled}
     state.next_problem += n_prompts  # last: after an error the step is repeated
     return graded, responses, texts, torch.tensor(rewards)
+
+
+def repeat(items, n):
+    return [item for item in items for _ in range(n)]
 
 
 def grade(task, problems, responses, params, reward_fn):
@@ -1267,10 +1271,10 @@ class Game:
 def rollout_with_vllm(llm, prompts, params, seed, step, first=0, names=None):
     """-> n Responses to each prompt, in one turn. A prompt's seed is made of its name, by default
     its number, counted from `first`; its i-th response gets seed + i."""
-    names = names or range(first, first + len(prompts))
-    seeds = [random.Random(f"{seed}/{step}/{name}").getrandbits(48) for name in names]
     if not prompts:
         return []
+    names = names or range(first, first + len(prompts))
+    seeds = [random.Random(f"{seed}/{step}/{name}").getrandbits(48) for name in names]
     if isinstance(llm, TorchSampler):
         return llm.generate(prompts, params, seeds)
     from vllm import SamplingParams
@@ -1311,7 +1315,7 @@ class TorchSampler:
         tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
         is_done = torch.tensor(False, device=device)
         while len(tokens) < limit and not is_done.all():
-            # Past the context are only tokens of games that are cut off.
+            # A game may run past the context, as all have one max_tokens here. It is cut later.
             positions = (mask.cumsum(1) - 1).clamp(0, context - 1)[:, -ids.shape[1]:]
             logits = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
@@ -1338,12 +1342,8 @@ class TorchSampler:
 
 # ---- 4. Batch, advantages, KL, loss, update
 
-def repeat(items, n):
-    return [item for item in items for _ in range(n)]
-
-
 def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
-    """A reward minus the mean of its group -> [N]. The responses to a prompt are neighbours."""
+    """-> [N]: (reward - mean) / standard deviation within each group of neighbours"""
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if normalize_by_std:
@@ -1583,9 +1583,8 @@ def summarize(stats, mask):
     """{name: [B, T]} -> {name: number over the mask}; 0 for those that are missing"""
     summary = dict.fromkeys(TOKEN_METRICS, 0.0)
     table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
-    folds = {"mean": torch.mean, "max": torch.max, "min": torch.min}
     if table.numel():
-        values = [folds[TOKEN_METRICS[name][0]](row) for name, row in zip(stats, table)]
+        values = [getattr(row, TOKEN_METRICS[name][0])() for name, row in zip(stats, table)]
         for name, value in zip(stats, torch.stack(values).tolist()):
             summary[name] = value
     summary["n_tokens"] = table.shape[1]
@@ -1593,12 +1592,12 @@ def summarize(stats, mask):
 
 
 def masked_mean(tensor, mask):
-    """Mean over rows of their masked means, without empty rows"""
+    """Mean over rows of their masked means, without empty rows. train() does not call this."""
     return masked_mean_drgrpo(tensor / mask.sum(-1, keepdim=True).clamp(min=1), mask, 1)
 
 
 def masked_mean_drgrpo(tensor, mask, num_tokens):
-    """Mean over rows of masked sum / num_tokens"""
+    """Mean over rows of masked sum / num_tokens. Nor this."""
     return torch.where(mask.bool(), tensor, 0).sum() / num_tokens / mask.any(-1).sum().clamp(min=1)
 
 
@@ -1657,13 +1656,15 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
             for problem, text, reward, response in zip(*graded, responses)]
     rows = sum(gather(rows), [])
     rewards = np.array([row["reward"] for row in rows])
-    return {"eval/accuracy": (rewards >= 0.9).mean(), "eval/mean_reward": rewards.mean(),
+    accuracy = (rewards >= 0.9).mean()
+    return {"eval/accuracy": accuracy, "eval/mean_reward": rewards.mean(),
+            "eval/margin": 1.96 * (accuracy * (1 - accuracy) / len(task.held_out)) ** 0.5,
             "eval/avg_output_tokens": np.mean([row["tokens"] for row in rows]),
             "eval/truncated_frac": np.mean([row["cut_off"] for row in rows])}, rows
 
 
-def evaluate(policy, llm, task, params, log, state):
-    """One response per problem; keep the best model. -> metrics"""
+def evaluate_and_keep_best(policy, llm, task, params, log, state):
+    """One response per problem -> metrics"""
     metrics, rows = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids, reward_fn)
     log_eval(log, state.step, metrics, rows[:4])
     reward = float(metrics["eval/mean_reward"])
@@ -1721,7 +1722,7 @@ class Log:
             rows = [row for row in read_rows(self.folder / name) if row["step"] <= step]
             with written_whole(self.folder / name) as temporary:  # later steps are repeated
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.history = rows[1:]  # of metrics.jsonl
+        self.history = read_rows(self.folder / "metrics.jsonl")[1:]  # without step 0
         from torch.utils.tensorboard import SummaryWriter, summary
         events = self.folder.parent / "tb" / self.folder.name
         self.writer = SummaryWriter(events, purge_step=step + 1)
@@ -1767,8 +1768,7 @@ def report(folder, cfg):
         last, best = later[-1], max(later, key=lambda row: row["eval/mean_reward"])
         accuracy = last["eval/accuracy"]
         print(f" -> {accuracy:.1%} at step {last['step']}", end="")
-        interval = 1.96 * (accuracy * (1 - accuracy) / cfg.n_eval) ** 0.5
-        if best["eval/accuracy"] > accuracy + interval:
+        if best["eval/accuracy"] > accuracy + last.get("eval/margin", 0.0):
             print(f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/", end="")
     name = shlex.quote(str(folder))
     print(f"\n  try it    python sample.py --model_id={name}/model\n"
@@ -1843,9 +1843,10 @@ def save_model(policy, tokenizer, folder):
     config, dtype = copy.deepcopy(policy.model.config), policy.compute_dtype
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    shell.generation_config = policy.model.generation_config
+    shell.generation_config = copy.deepcopy(policy.model.generation_config)
     shell.generation_config.do_sample = True  # a temperature without it cannot be saved
     tied = "lm_head.weight" if config.tie_word_embeddings else None
+    # All ranks go through the loop: full_weights() gathers.
     weights = {name: weight.detach().to("cpu", dtype) for name, weight in full_weights(policy)
                if RANK == 0 and name != tied}
     if RANK == 0:
@@ -1854,18 +1855,18 @@ def save_model(policy, tokenizer, folder):
             tokenizer.save_pretrained(temporary)
 
 
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = state_dicts.StateDictOptions(full_state_dict=True, cpu_offload=True)
 TRAINED = dataclasses.replace(WHOLE, ignore_frozen_params=True, strict=False)
 
 
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
     """What a resumed run needs. The last two are kept."""
-    saved = {"weights": dcp.get_model_state_dict(policy, options=TRAINED), "moments": None,
+    saved = {"weights": state_dicts.get_model_state_dict(policy, options=TRAINED), "moments": None,
              "ref": None, "state": vars(state)}
-    if optimizer.state:  # dcp fills an empty state by a step
-        saved["moments"] = dcp.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
+    if optimizer.state:  # torch would fill an empty one by a step
+        saved["moments"] = state_dicts.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
     if state.ref_step and ref_model:
-        saved["ref"] = dcp.get_model_state_dict(ref_model, options=WHOLE)
+        saved["ref"] = state_dicts.get_model_state_dict(ref_model, options=WHOLE)
     if RANK == 0:
         with written_whole(folder / f"checkpoint/step_{state.step:08d}.pt") as path:
             torch.save(saved, path)
@@ -1913,11 +1914,11 @@ def load_checkpoint(folder):
 
 
 def restore(saved, policy, optimizer, ref_model, state):
-    dcp.set_model_state_dict(policy, saved["weights"], options=TRAINED)
+    state_dicts.set_model_state_dict(policy, saved["weights"], options=TRAINED)
     if saved["moments"]:
-        dcp.set_optimizer_state_dict(policy, optimizer, saved["moments"], options=TRAINED)
+        state_dicts.set_optimizer_state_dict(policy, optimizer, saved["moments"], options=TRAINED)
     if saved["ref"] and ref_model:
-        dcp.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
+        state_dicts.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     vars(state).update(saved["state"])
     saved.clear()
 
@@ -2069,8 +2070,8 @@ def lock(folder, wait=False):
 def make_run_folder(cfg, given):
     """-> a new folder such as out/0003_lr=1e-4, also called out/latest"""
     out, label = Path(cfg.out_dir), ""
-    for name in [name for name in given if name not in HOUSEKEEPING]:
-        word = f"_{name}={given[name].rpartition('/')[2]}"
+    for setting in [setting for setting in given if setting not in HOUSEKEEPING]:
+        word = f"_{setting}={given[setting].rpartition('/')[2]}"
         if len(label + word) <= 40:
             label += re.sub(r"[^\w=.+-]", "-", word, flags=re.ASCII)
     name = None
@@ -2128,8 +2129,10 @@ def run(main):
     try:
         main()
         code = 0
-    except (UserError, RunFailed) as error:
-        message, code = error, 2 if isinstance(error, UserError) else 1
+    except UserError as error:
+        message, code = error, 2
+    except RunFailed as error:
+        message, code = error, 1
     except OSError as error:
         message, code = f"cannot write or read: {error}", 1
     except torch.OutOfMemoryError:

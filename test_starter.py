@@ -1813,6 +1813,8 @@ def test_evaluation_counts_what_it_says():
     prompts = [row["prompt_ids"] for row in task.held_out]
     responses = starter.rollout_with_vllm(llm, prompts, params, 0, "eval")
     lengths = [len(response.ids) for response in responses]
+    assert metrics["eval/margin"] == pytest.approx(
+        1.96 * np.std([row["reward"] >= 0.9 for row in rows]) / len(task.held_out)**0.5)
     assert metrics["eval/avg_output_tokens"] == pytest.approx(np.mean(lengths))
     cut_off = [not response.finished for response in responses]
     assert metrics["eval/truncated_frac"] == pytest.approx(np.mean(cut_off))
@@ -1881,12 +1883,13 @@ def test_missing_responses_are_noticed_in_an_evaluation(monkeypatch):
 
 
 def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys):
-    def report(*accuracies, n_eval=100):
+    def report(*accuracies, margin=0.1):
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
         for step, accuracy in enumerate(accuracies):
-            row = {"step": step, "eval/accuracy": accuracy, "eval/mean_reward": accuracy}
+            row = {"step": step, "eval/accuracy": accuracy, "eval/mean_reward": accuracy,
+                   "eval/margin": margin}
             log.append("metrics.jsonl", {"step": step} if accuracy is None else row)
-        starter.report(tmp_path, settings_of(n_eval=n_eval))
+        starter.report(tmp_path, settings_of())
         return capsys.readouterr().out
 
     log = starter.Log(tmp_path, settings_of())
@@ -1894,8 +1897,8 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     assert "sampled: 25.0% -> 50.0% at step 2\n" in text and "resume" not in text, "nothing saved"
     assert "sampled: 25.0%\n" in report(0.25, None), "one evaluation is not a result"
     assert "-> 50.0% at step 2, 65.0% at step 1: use best/\n" in report(0.25, 0.65, 0.5)
-    assert "use best/" not in report(0.25, 0.55, 0.5), "within the interval of 100 problems"
-    assert "use best/" in report(0.25, 0.55, 0.5, n_eval=1000)
+    assert "use best/" not in report(0.25, 0.55, 0.5), "within the interval"
+    assert "use best/" in report(0.25, 0.55, 0.5, margin=0.03)
     (tmp_path / "checkpoint").mkdir()
     assert f"--resume={tmp_path}\n" in report(0.25, None)
     assert "--resume" not in report(*[0.25] * 11), "the run is finished"
@@ -1921,7 +1924,8 @@ def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
                              "time/step", "time/minutes"), 0.0)
     metrics |= {"train/frac_groups_zero_std": 1.0, "train/truncated_frac": 0.9}
     for step in (10, 11, 12):
-        starter.log_train(log, step, metrics | {"kl/mean": 0.3 * (step == 10)}, settings_of())
+        starter.log_train(log, step, metrics | {"kl/mean": 0.3 * (step == 10)},
+                          settings_of(reward_truncated=False))
     text = capsys.readouterr().out
     assert text.count("Step 1") == 3 and text.count("| KL penalty: 0.0000") == 3
     assert text.count("!!!") == 3, "KL is high, equal rewards, cut off: each once"
@@ -2392,7 +2396,7 @@ ALWAYS = {f"train/{name}" for name in (
     "avg_output_tokens truncated_frac answer_frac frac_groups_zero_std skipped_steps").split()} | {
     "rollout/logp_gap_mean", "rollout/logp_gap_max", "time/rollout", "time/train", "time/sync",
     "time/step", "time/minutes", "perf/tokens_per_s"}
-EVALUATION = {"eval/accuracy", "eval/mean_reward", "eval/avg_output_tokens",
+EVALUATION = {"eval/accuracy", "eval/margin", "eval/mean_reward", "eval/avg_output_tokens",
               "eval/truncated_frac"}
 WITH_KL = {f"kl/{name}" for name in ("mean", "max", "min", "policy_logp_mean", "ref_logp_mean")}
 
