@@ -39,6 +39,7 @@ if IS_LAUNCHED:
 import ast, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools, json
 import math, operator, random, re, shlex, shutil, signal, tempfile, traceback, warnings, zipfile
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import SimpleNamespace
@@ -673,8 +674,9 @@ def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     except Exception as error:
         raise UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
     for module in model.modules():  # no dropout, even in train() mode
-        for key in [key for key in vars(module) if key == "p" or "drop" in key]:
-            setattr(module, key, 0.0)
+        for key, value in [*vars(module).items()]:
+            if (key == "p" or "drop" in key) and isinstance(value, int | float):
+                setattr(module, key, 0.0)
     policy = Policy(model.to(device), find_stop_ids(model, tokenizer))
     # Some models have their window in a mask only, which packing ignores: a short one shows that.
     windows = [(part, part.sliding_window) for part in (model.config, *model.modules())
@@ -753,8 +755,10 @@ def add_lora(policy, rank, seed):
     for module in policy.modules():
         if hasattr(module, "A_log") and hasattr(module, "D"):  # Mamba: kernels read its weights
             skipped.update(module.children())
-    names = [name for name, layer in policy.named_modules()
-             if type(layer).__name__ in ("Linear", "Conv1D") and layer not in skipped]
+    linear = {name: layer for name, layer in policy.named_modules()
+              if type(layer).__name__ in ("Linear", "Conv1D") and layer not in skipped}
+    n_users = Counter(id(layer.weight) for layer in linear.values())  # 2: layers that share it
+    names = [name for name, layer in linear.items() if n_users[id(layer.weight)] == 1]
     if not names:
         raise UserError("lora_rank: the model has no linear layer that can have an adapter")
     # Not into policy.model: peft would replace these names by those of fused experts.
@@ -801,6 +805,9 @@ def compile_and_shard(policy, cfg, is_reference=False):
                "mp_policy": MixedPrecisionPolicy(policy.compute_dtype, reduce_dtype=torch.float32)}
     if is_reference and cfg.ref_offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    n_apart = sum(p.numel() for layer in layers for p in layer.parameters())
+    if n_apart > sum(p.numel() for p in layers.parameters()):
+        layers = ()  # they share weights, as in Zamba: one shard for all
     for module in (*layers, policy):
         fully_shard(module, **options)
 
@@ -991,7 +998,7 @@ def pad(input_ids, labels, mask, device):
     if len(columns):
         ids = input_ids[is_used, :columns.max() + 1]
     else:
-        ids = torch.zeros(1, 1, dtype=torch.long)  # as in pack()
+        ids = torch.zeros(1, 2, dtype=torch.long)  # as in pack(); with one token RWKV stops short
     predictors = mask[is_used, :ids.shape[1]].flatten().nonzero()[:, 0]
     ids, predictors, targets = (to_device(x, device) for x in (ids, predictors, labels[mask]))
     return {"input_ids": ids}, predictors, targets

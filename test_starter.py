@@ -999,12 +999,21 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(save_folder, 
     assert relative(*gradients) < 1e-6
 
 
+ZAMBA2 = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
+          "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1,
+          "chunk_size": 8, "hybrid_layer_ids": [1, 3], "num_key_value_heads": 4,
+          "attention_hidden_size": 64, "attention_head_dim": 16,
+          "tie_word_embeddings": True}  # the hybrid layers, too, share weights
+
+
 @pytest.mark.parametrize("kind, changes", [
-    ("qwen3", {}), ("qwen3_moe", {}), ("gpt2", {"n_head": 4, "n_embd": 32})])
+    ("qwen3", {}), ("qwen3_moe", {}), ("gpt2", {"n_head": 4, "n_embd": 32}), ("zamba2", ZAMBA2)])
 def test_lora_reference_is_the_model_without_adapters_and_the_sampler_gets_merged_weights(
-        kind, changes):
-    policy, batch = make_policy(kind, **changes).eval(), make_groups()
-    base = eager_copy(policy).eval()
+        save_folder, kind, changes):
+    folder, batch = save_folder(kind, noise=0.2, **changes), make_groups()
+    policy, _ = starter.init_policy(str(folder))
+    base = copy.deepcopy(policy.model).eval()
+    base.set_attn_implementation("eager")
     starter.add_lora(policy, 4, seed=0)
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
@@ -2878,9 +2887,25 @@ def close(got, wanted):
             assert value == pytest.approx(other[name], rel=1e-3, abs=1e-4), (name, row["step"])
 
 
+def save_gradients(*folders):
+    """Of a row on rank 0; other ranks have none. Sharded gradients are means over ranks."""
+    for folder in folders:
+        policy, _ = starter.init_policy(str(folder))
+        starter.compile_and_shard(policy, settings_of(compile=False))
+        ids = torch.arange(2, 14)[None]
+        mask = torch.full(ids.shape, starter.RANK == 0)
+        starter.get_response_log_probs(policy, ids, ids, response_mask=mask).sum().backward()
+        gradients = [torch.zeros(p.shape) if p.grad is None else starter.full(p.grad)
+                     for p in policy.parameters()]
+        if starter.RANK == 0:
+            torch.save(torch.cat([gradient.flatten() for gradient in gradients]),
+                       f"{folder}/gradients_of_{starter.WORLD}.pt")
+
+
 def test_two_ranks_give_the_numbers_of_one(run_main, save_folder, warm_folder, tmp_path):
     """The second run has one prompt: one of the ranks has no share of it, nor of the evaluation.
-    The third has an output layer with a bias, which the exact KL needs whole."""
+    The third has an output layer with a bias, which the exact KL needs whole. At the end gradients
+    of two more models: layers that share weights, and one that is awkward without rows."""
     runs = {"adapters": [KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2",
                          "--n_minibatches=2",
                          "--rollout_batch_size=12", "--lr=1e-2"],
@@ -2890,10 +2915,12 @@ def test_two_ranks_give_the_numbers_of_one(run_main, save_folder, warm_folder, t
             "bias": [KL, "--kl_estimator=exact", "--kl_coef=1", f"--model_id={save_folder('phi')}",
                      "--prompt={numbers}={target}:", "--max_prompt_tokens=40"]}
     program = tmp_path / "program.py"
-    program.write_text("import json, os, sys, starter\n"
+    program.write_text("import json, os, sys, starter, test_starter\n"
                        "for arguments in json.loads(sys.argv[1]):\n    starter.main(arguments)\n"
                        "    starter.start_process_group = print  # once is enough\n"
+                       "test_starter.save_gradients(*sys.argv[2:])\n"
                        "os._exit(0)  # as starter.py does\n")
+    folders = [save_folder("zamba2", noise=0.1, **ZAMBA2), save_folder("rwkv", noise=0.1)]
     start = [f"--model_id={warm_folder}", *SMALL]
     arguments = [[*start, f"--out_dir={tmp_path / f'two_{name}'}", *options]
                  for name, options in runs.items()]
@@ -2901,7 +2928,12 @@ def test_two_ranks_give_the_numbers_of_one(run_main, save_folder, warm_folder, t
     environment = os.environ | {"PYTHONPATH": str(HERE)}
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                     "--nproc_per_node=2",
-                    program, json.dumps(arguments)], check=True, env=environment, timeout=400)
+                    program, json.dumps(arguments), *folders], check=True, env=environment,
+                   timeout=400)
+    for folder in folders:
+        two = torch.load(folder / "gradients_of_2.pt")
+        save_gradients(folder)
+        assert relative(2 * two, torch.load(folder / "gradients_of_1.pt")) < 1e-5, folder
     for name, options in runs.items():
         n_steps = 4 if name == "share" else 3
         alone = run_main(*options, f"--n_grpo_steps={n_steps}", out=name)
