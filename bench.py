@@ -75,7 +75,7 @@ class Bench:
         self.original = SimpleNamespace(**vars(starter))
         # What is not to be measured is replaced.
         starter.reward_fn, starter.evaluate_model = random_reward, no_evaluation
-        starter.save_model = starter.save_checkpoint = nothing
+        starter.save_model = starter.save_checkpoint = starter.report = nothing
         if not options.rollout:
             starter.load_policy_into_vllm_instance = nothing
         # What is to be measured is wrapped.

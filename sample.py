@@ -62,7 +62,8 @@ def read_settings(argv):
     if is_same_task and cfg.task != "countdown" and not cfg.eval_task:
         # Otherwise some problems would be problems that the run was trained on.
         if starter.origin(cfg)["checksums"] != run.get("checksums", []):
-            raise starter.UserError(f"{cfg.task} has changed since the run: set --eval_task")
+            raise starter.UserError(f"{cfg.task} is not here, or has changed since the run: set "
+                                    "--eval_task")
         cfg.n_eval = min(cfg.n_eval, run["n_eval"])
         for name in ("prompt", "max_prompt_tokens"):
             if getattr(cfg, name) != run[name]:
@@ -154,7 +155,7 @@ def chat(trainer, llm, task, params, max_prompt_tokens):
         try:
             # Bytes that are not text would stop the tokenizer.
             line = input("\nyou: ").encode(errors="replace").decode()
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt, RuntimeError):  # the last: stdin is closed
             break
         messages.append({"role": "user", "content": line})
         problem = {"prompt_ids": []}

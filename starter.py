@@ -515,7 +515,8 @@ def read_jsonl(path, cfg):
     except OSError as error:
         raise UserError(f"a task is countdown or a JSONL file: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}, line {number}: {error}") from None
+        place = f"{path}, line {number}" if number else path  # 0: no text at all
+        raise UserError(f"{place}: {error}") from None
     if not rows:
         raise UserError(f"{path} has no rows")
     return rows
@@ -589,6 +590,8 @@ class Task:
     def turn_end_ids(self):
         """Tokens in which a text of TURN_ENDS may end: they contain it, or begin with its end"""
         ids = []
+        if isinstance(TURN_ENDS, str):
+            raise UserError(f"TURN_ENDS is one text: write ({TURN_ENDS!r},), with a comma")
         for token in range(len(self.tokenizer) if TURN_ENDS else 0):
             text = self.tokenizer.decode([token])
             starts = tuple(text[:i] for i in range(1, len(text) + 1))
@@ -1801,12 +1804,13 @@ def log_train(log, step, metrics, cfg):
     entropy = [row["train/entropy"] for row in log.history if "train/entropy" in row]
     alarms = {
         "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
-        "equal rewards in all groups: no gradient": metrics["train/frac_groups_zero_std"] == 1,
+        "equal rewards in all groups: no gradient":
+            metrics["train/frac_groups_zero_std"] == 1 and not metrics.get("train/kl_coef"),
         "most responses are cut off and earn 0: raise max_tokens, or set reward_truncated":
             cut_off[-1] > 0.5 and not cfg.reward_truncated,
-        "cut-off responses have more than tripled: lower lr; best/ is the best model so far":
+        "cut-off responses have more than tripled: lower lr; best/, if there, is the best model":
             cut_off[-1] > max(0.1, 3 * min(cut_off)),
-        "entropy is below a tenth of its start: lower lr; best/ is the best model so far":
+        "entropy is below a tenth of its start: lower lr; best/, if there, is the best model":
             entropy and entropy[-1] < entropy[0] / 10}
     for text, is_on in alarms.items():
         if is_on and text not in log.warned:
@@ -1985,8 +1989,11 @@ def settings_of_run(typed):
         raise UserError(f"{saved['task']} or eval_task has changed since the run began, or is gone")
     if now_made_of["script"] != script:
         print(f"changed on resume: script {script} -> {now_made_of['script']}")
-    for name in typed.keys() & saved.keys() - {"resume", "out_dir"}:
-        if str(saved[name]) != typed[name]:
+    changes = {name: typed[name] for name in typed.keys() & saved.keys() - {"resume", "out_dir"}}
+    changed = SimpleNamespace(**saved)
+    override(changed, changes)
+    for name in changes:
+        if getattr(changed, name) != saved[name]:
             if name in FIXED:
                 raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
             print(f"changed on resume: {name} {saved[name]} -> {typed[name]}")
@@ -2047,7 +2054,8 @@ def check_settings(cfg, typed):
         "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
         "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
         "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),
-        "eval_task needs a task from a file": cfg.task != "countdown" or not cfg.eval_task}
+        "with eval_task, both tasks must be files":
+            not cfg.eval_task or "countdown" not in (cfg.task, cfg.eval_task)}
     for rule, is_kept in rules.items():
         if not is_kept:
             raise UserError(rule)
@@ -2133,6 +2141,8 @@ def test_functions():
 
 def run(main):
     """Errors to act on are one line. Ends the process."""
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     try:
         main()
         code = 0
@@ -2153,8 +2163,14 @@ def run(main):
     os._exit(code)  # a plain exit may hang, or print what libraries did not free
 
 
+def test_and_train():
+    try:
+        test_functions()
+    except AssertionError as error:
+        raise RunFailed("compute_loss() is no longer PPO's clipped loss with a KL penalty. If you "
+                        "want that, change test_functions(), too") from error
+    main()
+
+
 if __name__ == "__main__":
-    if RANK:
-        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
-    test_functions()
-    run(main)
+    run(test_and_train)

@@ -440,7 +440,8 @@ BAD_FILES = [
     ('{"prompt": [{"role": "user", "content": ["x"]}], "answer": "5"}', "line 1"),
     ('{"prompt": "x", "answer": NaN}', "line 1"), ('{"prompt": "\\ud800", "answer": "5"}',
                                                    "line 1"),
-    (b'{"prompt": "caf\xe9", "answer": "5"}', "utf-8"), (b"\x80PARQUET\x00\xff", "utf-8")]
+    (b'{"prompt": "caf\xe9", "answer": "5"}', "task.jsonl: 'utf-8'"),
+    (b"\x80PARQUET\x00\xff", "task.jsonl: 'utf-8'")]
 
 
 @pytest.mark.parametrize("content, words", BAD_FILES, ids=range(len(BAD_FILES)))
@@ -2080,6 +2081,15 @@ def test_alarms_are_given_once_and_remember_the_start(tmp_path, capsys, name, qu
     log.close()
 
 
+def test_with_a_kl_penalty_equal_rewards_have_a_gradient(tmp_path, capsys):
+    for kl_coef in (0.0, 0.1):
+        metrics = NOTHING_SEEN | {"train/frac_groups_zero_std": 1.0, "train/kl_coef": kl_coef}
+        log = starter.Log(tmp_path, settings_of())
+        starter.log_train(log, 1, metrics, settings_of())
+        log.close()
+        assert ("no gradient" in capsys.readouterr().out) == (not kl_coef)
+
+
 def test_who_rewards_cut_off_responses_is_not_told_that_they_earn_nothing(tmp_path, capsys):
     metrics = NOTHING_SEEN | {"train/truncated_frac": 0.9}
     for is_rewarded in (False, True):
@@ -2222,7 +2232,9 @@ BAD_SETTINGS = [
     (["--target_kl=0.5"], "KL penalty is off"), (["--temperature=2.5"], "at most 2"),
     (["--max_turns=0"], "max_turns is out"), (["--use_kl_penalty", "--lr=x"], "--lr=x"),
     (["--ref_update_every=5", KL, "--lora_rank=2"], "with lora_rank"),
-    (["--eval_task=x.jsonl"], "task from a file"), (["--task=no/such.jsonl"], "no/such.jsonl"),
+    (["--eval_task=x.jsonl"], "both tasks must be files"),
+    (["--task=README.md", "--eval_task=countdown"], "both tasks must be files"),
+    (["--task=no/such.jsonl"], "no/such.jsonl"),
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
     (["--model_id=no/such/model"], "cannot load the model"),
     (["--model_id=no/latest"], "cannot load the model 'no/latest'"),  # may be on the hub
@@ -2376,6 +2388,15 @@ def test_an_error_of_tiny_py_is_one_line_from_the_shell():
     assert run.returncode == 1 and re.fullmatch("error: cannot write tiny [^\n]*\n", run.stderr)
 
 
+def test_only_the_first_rank_prints_also_in_a_script_of_ones_own():
+    program = "import starter; starter.run(lambda: print('rank', starter.RANK))"
+    printed = [subprocess.run([sys.executable, "-c", program], cwd=HERE, text=True, check=True,
+                              stdout=subprocess.PIPE, env=os.environ | {
+                                  "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}).stdout
+               for rank in "01"]
+    assert printed == ["rank 0\n", ""]
+
+
 def test_a_closed_output_is_no_failure():
     program = "import starter, sys; sys.stdout = None; starter.run(lambda: None)"
     assert subprocess.run([sys.executable, "-c", program], cwd=HERE).returncode == 0
@@ -2396,6 +2417,8 @@ def test_quick_tests_pass_and_notice_broken_functions(monkeypatch, capsys):
             patch.setattr(starter, name, wrong)
             with pytest.raises(AssertionError):
                 starter.test_functions()
+            with pytest.raises(RunFailed, match="^compute_loss.* change test_functions[^\n]*$"):
+                starter.test_and_train()
 
 
 # ---- 8. End to end ---------------------------------------------------------------------------
@@ -2792,6 +2815,8 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
     for n_steps in (5, 7):
         starter.main([f"--resume={folder}", f"--n_grpo_steps={n_steps}"])
     assert "changed on resume: n_grpo_steps 5 -> 7" in capsys.readouterr().out
+    starter.main([f"--resume={folder}", "--lr=0.0030", "--seed=042"])  # the same numbers
+    assert "changed on resume" not in capsys.readouterr().out
     got, wanted = numbers_of(folder), numbers_of(whole)
     for row in got + wanted:  # steps 3 and 5 were last ones, and so evaluated
         for name in EVALUATION:
@@ -3098,6 +3123,8 @@ def test_sample_measures_pass_at_k_and_talks(warm_folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("3 5=8:\n\n"))
     sample.main([*options, "--chat=True", "--temperature=0"])
     assert "model: <answer>" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", None)
+    sample.main([*options, "--chat=True"])  # ends at once
 
 
 def test_sample_measures_problems_that_the_run_held_out(tmp_path):
@@ -3122,7 +3149,7 @@ def test_sample_measures_problems_that_the_run_held_out(tmp_path):
             settings(change, eval_task="")
     # The same file by another name; a file that has changed.
     assert settings("--task=./a.jsonl", eval_task="")[2:] == ("{question}?", run["n_eval"])
-    with pytest.raises(UserError, match="a.jsonl has changed since the run"):
+    with pytest.raises(UserError, match="a.jsonl is not here, or has changed since the run"):
         settings(eval_task="", checksums=[1])
     for damaged in ("{", "[1]", "\udcff"):
         (tmp_path / "config.json").write_text(damaged, errors="surrogateescape")

@@ -374,6 +374,9 @@ def test_a_turn_end_that_no_token_can_end_is_an_error(use):
     use(calculator.reply, "\N{RIGHTWARDS ARROW}")
     with pytest.raises(starter.UserError, match="no token of the model ends a text of TURN_ENDS"):
         make_task(make_tokenizer()).turn_end_ids
+    starter.TURN_ENDS = "</calc>"  # a comma was forgotten
+    with pytest.raises(starter.UserError, match=r"write \('</calc>',\), with a comma"):
+        make_task(make_tokenizer()).turn_end_ids
 
 
 def test_an_end_token_after_white_space_in_the_template_is_not_doubled(use):
