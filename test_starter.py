@@ -1928,11 +1928,9 @@ def test_model_text_is_escaped_and_warnings_are_given_once(tmp_path, capsys):
     assert shown == ("<pre>&lt;b&gt;\nassistant&gt; &lt;script&gt;\n"
                      "reward 0.0, expected: 5 &gt; 4</pre>")
     capsys.readouterr()
-    metrics = dict.fromkeys(("train/loss", "train/grad_norm", "train/reward_mean", "kl/mean",
-                             "train/kl_penalty", "train/answer_frac", "train/avg_output_tokens",
-                             "perf/tokens_per_s", "time/rollout", "time/train", "time/sync",
-                             "time/step", "time/minutes"), 0.0)
-    metrics |= {"train/frac_groups_zero_std": 1.0, "train/truncated_frac": 0.9}
+    metrics = NOTHING_SEEN | {"train/frac_groups_zero_std": 1.0, "train/truncated_frac": 0.9,
+                              "train/kl_penalty": 0.0}
+    del metrics["train/entropy"]
     for step in (10, 11, 12):
         starter.log_train(log, step, metrics | {"kl/mean": 0.3 * (step == 10)},
                           settings_of(reward_truncated=False))
