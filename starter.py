@@ -507,16 +507,17 @@ def read_task(cfg):
 
 def read_jsonl(path, cfg):
     """-> [{"prompt": text or chat messages, "answer": text, ...}, ...]"""
-    rows, number = [], 0
     try:
-        for number, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), 1):
+        lines = Path(path).read_text("utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"a task is countdown or a JSONL file. {path}: {error}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
             if line.strip():
                 rows.append(read_row(json.loads(line), cfg.prompt))
-    except OSError as error:
-        raise UserError(f"a task is countdown or a JSONL file: {error}") from None
-    except (ValueError, RecursionError) as error:
-        place = f"{path}, line {number}" if number else path  # 0: no text at all
-        raise UserError(f"{place}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
     if not rows:
         raise UserError(f"{path} has no rows")
     return rows
@@ -534,11 +535,10 @@ def read_row(row, template):
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         texts = ["".join(turn["content"] for turn in turns), *(turn["role"] for turn in turns)]
-        is_good = all(map(str.strip, texts))
+        if not all(map(str.strip, texts)):
+            raise TypeError
     except (TypeError, KeyError):
-        is_good = False
-    if not is_good:
-        raise ValueError("prompt must be a text, or chat messages with role and content")
+        raise ValueError("prompt must be a text, or chat messages with role and content") from None
     return row | {"prompt": prompt, "answer": answer}
 
 
