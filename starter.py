@@ -199,7 +199,7 @@ def main(argv=None, only_settings=False):
     ref_model = make_reference(policy, cfg) if kl_coef else None
     compile_and_shard(policy, cfg)
     llm = init_vllm(policy, cfg)
-    folder = Path(cfg.resume or on_all_ranks(make_run_folder, cfg, given))
+    folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0])
     with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
         train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved)
         save_model(policy, tokenizer, folder / "model")
@@ -2083,31 +2083,30 @@ def lock(folder, wait=False):
 
 
 def make_run_folder(cfg, given):
-    """-> a new folder such as out/0003_lr=1e-4, also called out/latest"""
+    """Rank 0 -> a new folder such as out/0003_lr=1e-4, also called out/latest"""
+    if RANK:
+        return None
     out, label = Path(cfg.out_dir), ""
     for setting in [setting for setting in given if setting not in HOUSEKEEPING]:
         word = f"_{setting}={given[setting].rpartition('/')[2]}"
         if len(label + word) <= 40:
             label += re.sub(r"[^\w=.+-]", "-", word, flags=re.ASCII)
-    name = None
-    if RANK == 0:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = lock(out, wait=True)
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            descriptor = lock(out, wait=True)
-            try:
-                numbers = [int(re.match("[0-9]+", path.name)[0])
-                           for path in out.glob("[0-9][0-9][0-9][0-9]*")]
-                name = f"{max(numbers, default=0) + 1:04d}{label}"
-                (out / name).mkdir()
-                (out / name / "latest").symlink_to(name)
-                (out / name / "latest").replace(out / "latest")
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise RunFailed(f"cannot write {out}/latest ({error})") from error
-    name = gather(name)[0]
-    print(f"run folder: {out / name}")
-    return out / name
+            paths = out.glob("[0-9][0-9][0-9][0-9]*")
+            numbers = [int(re.match("[0-9]+", path.name)[0]) for path in paths]
+            folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
+            folder.mkdir()
+            (folder / "latest").symlink_to(folder.name)
+            (folder / "latest").replace(out / "latest")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RunFailed(f"cannot write {out}/latest ({error})") from error
+    print(f"run folder: {folder}")
+    return folder
 
 
 # ---- 7. Quick tests before every run
