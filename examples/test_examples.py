@@ -71,7 +71,8 @@ def test_the_game_says_higher_or_lower(text, said):
 
 
 def arguments_of(example):  # that its main() passes on
-    with mock.patch.object(tiny, "train_example") as function:
+    with (mock.patch.object(tiny, "train_example") as function,
+          mock.patch("sys.argv", ["example.py"])):  # not pytest's own
         example.main()
     return *function.call_args.args, function.call_args.kwargs
 
