@@ -535,10 +535,11 @@ def read_row(row, template):
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         texts = ["".join(turn["content"] for turn in turns), *(turn["role"] for turn in turns)]
-        if not all(map(str.strip, texts)):
-            raise TypeError
+        is_good = all(map(str.strip, texts))
     except (TypeError, KeyError):
-        raise ValueError("prompt must be a text, or chat messages with role and content") from None
+        is_good = False
+    if not is_good:
+        raise ValueError("prompt must be a text, or chat messages with role and content")
     return row | {"prompt": prompt, "answer": answer}
 
 
@@ -808,8 +809,8 @@ def compile_and_shard(policy, cfg, is_reference=False):
                "mp_policy": MixedPrecisionPolicy(policy.compute_dtype, reduce_dtype=torch.float32)}
     if is_reference and cfg.ref_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    n_apart = sum(p.numel() for layer in layers for p in layer.parameters())
-    if n_apart > sum(p.numel() for p in layers.parameters()):
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    if len(weights) > len(set(weights)):
         layers = ()  # they share weights, as in Zamba: one shard for all
     for module in (*layers, policy):
         fully_shard(module, **options)
