@@ -8,33 +8,41 @@
 #
 # The clock counts everything from the start of starter.py to the saved model. While it trains, it is
 # measured on 300 rows held out of train.jsonl. Only then sample.py answers all test problems, four
-# times at temperature 1 and once greedily.
+# times at temperature 1 and once greedily, with up to 512 tokens, unless --max_tokens is given.
 set -euo pipefail
 if [ $# -lt 2 ]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0"
     exit 2
 fi
-here=$(dirname "$0") model=$1 data=$2 out=out
+flag() {    # flag NAME DEFAULT WORDS: the value of --NAME=value or --NAME value among the words
+    local name=$1 value=$2
+    shift 2
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --"$name"=*) value=${1#*=} ;;
+            --"$name") value=${2-} ;;
+        esac
+        shift
+    done
+    echo "$value"
+}
+here=$(dirname "$0") model=$1 data=$2
 shift 2
-previous=
-for word in "$@"; do    # --out_dir=x and --out_dir x
-    [[ $word != --out_dir=* ]] || out=${word#*=}
-    [[ $previous != --out_dir ]] || out=$word
-    previous=$word
-done
+out=$(flag out_dir out "$@")
+test_tokens=$(flag max_tokens 512 "$@")
 python=${PYTHON:-python3}
 
 SECONDS=0
 $python "$here/starter.py" --model_id="$model" --task="$data/train.jsonl" \
     --max_minutes=7 --n_grpo_steps=1000 --eval_every=30 --n_eval=300 --save_every=0 \
     --rollout_batch_size=512 --group_size=8 --max_tokens=400 --max_prompt_tokens=400 --gpu_mem_util=0.3 \
-    --tokens_per_microbatch=10240 --lr=5e-6 --warmup_steps=5 --n_minibatches=2 \
+    --tokens_per_microbatch=10240 --lr=3e-6 --warmup_steps=5 --n_minibatches=2 \
     --loss_type=dr_grpo --use_std_normalization=False --gradient_checkpointing=False --compile=False "$@"
 minutes=$(awk "BEGIN { printf \"%.1f\", $SECONDS / 60 }")
 
 n_problems=$(grep -c . "$data/test.jsonl")
 $python "$here/sample.py" --model_id="$out/latest/model" --eval_task="$data/test.jsonl" --n_eval="$n_problems" \
-    --n_samples=4 | tee "$out/latest/test.txt"
+    --max_tokens="$test_tokens" --n_samples=4 | tee "$out/latest/test.txt"
 accuracy() {
     sed -n "s/^accuracy, $1 *//p" "$out/latest/test.txt"
 }

@@ -3211,6 +3211,18 @@ def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path):
     assert usage.returncode == 2 and "speedrun.sh MODEL DATA" in usage.stdout
 
 
+@pytest.mark.parametrize("flags, limit", [([], 512), (["--max_tokens=12"], 12),
+                                          (["--lr=1e-6", "--max_tokens", "700"], 700)])
+def test_the_speedrun_tests_with_the_limit_that_is_asked_for(flags, limit, tmp_path):
+    (tmp_path / "test.jsonl").write_text("one row\n")
+    (tmp_path / "out" / "latest").mkdir(parents=True)
+    run = subprocess.run(["bash", HERE / "speedrun.sh", "model", ".", *flags], cwd=tmp_path,
+                         capture_output=True, text=True, env=os.environ | {"PYTHON": "echo"})
+    train, test = run.stdout.splitlines()[:2]
+    assert "starter.py" in train and train.endswith(" ".join(["--compile=False", *flags]))
+    assert "sample.py" in test and f"--max_tokens={limit} " in test
+
+
 def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
     run = subprocess.run(
         [sys.executable, HERE / "bench.py", "--size=tiny", f"--model_dir={warm_folder}",
