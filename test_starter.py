@@ -60,6 +60,8 @@ def process_kept():
     yield
     signal.signal(signal.SIGINT, handlers[0])
     signal.signal(signal.SIGTERM, handlers[1])
+    # A changed copy of the script has registered its own.
+    starter.AttentionInterface.register("packed", starter.packed_attention)
 
 
 @torch.no_grad()

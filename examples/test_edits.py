@@ -7,7 +7,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import starter
 from test_starter import (HERE, SMALL, process_kept, rows_of, run_main, save_folder, warm_folder,
                           write_rows)
 
@@ -53,9 +52,7 @@ def run_edit(warm_folder, tmp_path):
         changed.test_functions()
         changed.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path}", *arguments])
         return changed, rows_of(tmp_path / "latest")[1:]
-    yield run
-    # The edited script has put its own attention there.
-    starter.AttentionInterface.register("packed", starter.packed_attention)
+    return run
 
 
 def test_edit_judge(run_edit, monkeypatch):
