@@ -702,14 +702,18 @@ def load_model(model_id):
     text_config = config.get_text_config(decoder=True)
     if text_config is config:
         return AutoModelForCausalLM.from_pretrained(model_id, **options)
-    whole = AutoModelForMultimodalLM.from_pretrained(model_id, **options)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_config)
+        model = AutoModelForCausalLM.from_config(text_config)  # raises if there is no such class
+    whole = AutoModelForMultimodalLM.from_pretrained(model_id, **options)
     body, head = whole.get_decoder(), whole.get_output_embeddings()
-    setattr(model, model.base_model_prefix, body)
-    model.set_output_embeddings(head)
-    model.config, model.generation_config = body.config, whole.generation_config
-    model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
+    if body.get_output_embeddings() is not None:
+        model = body  # Llama 4: a causal language model already
+    else:
+        setattr(model, model.base_model_prefix, body)
+        model.set_output_embeddings(head)
+        model.config = body.config
+        model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
+    model.generation_config = whole.generation_config
     return model
 
 
@@ -884,7 +888,9 @@ class Head(NamedTuple):
         config, layer = model.config, model.get_output_embeddings()
         scale = getattr(config, "logit_scale", None) or 1.0  # None: MPT
         scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
-        cap = getattr(config, "final_logit_softcapping", None) or 0.0
+        scale /= getattr(config, "logits_mup_width_multiplier", 1.0)  # Inkling
+        cap = (getattr(config, "final_logit_softcapping", None)
+               or getattr(config, "logits_soft_cap", 0.0))  # RecurrentGemma
         bias = getattr(layer, "bias", None)
         if bias is not None:
             bias = full(bias.to(device))
@@ -1307,6 +1313,8 @@ class TorchSampler:
         self.model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=policy.compute_dtype)
         self.model.to(policy.device).eval()
+        is_mamba = "cache_params" in self.model.forward.__code__.co_varnames
+        self.cache_name = "cache_params" if is_mamba else "past_key_values"
         for weight in [w for w in self.model.parameters() if w.dim() == 2]:
             weight.data = weight.data.T.contiguous().T  # by columns: faster on a CPU
         load_policy_into_vllm_instance(policy, self)
@@ -1329,7 +1337,8 @@ class TorchSampler:
             # A game may run past the context, as all have one max_tokens here. It is cut later.
             positions = (mask.cumsum(1) - 1).clamp(0, context - 1)[:, -ids.shape[1]:]
             logits = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
-                                past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+                                logits_to_keep=1, **{self.cache_name: cache}).logits
+            logits = logits[:, -1].float()
             if not tokens:  # a prompt is read once
                 copies = torch.arange(len(ids), device=device).repeat_interleave(n)
                 cache.reorder_cache(copies)

@@ -839,7 +839,11 @@ PADDED = {
     "nemotron": {}, "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "llama4_text": EXPERTS | {"attention_chunk_size": 8, "num_hidden_layers": 4}, "doge": {},
     "gptj": GPT | {"rotary_dim": 4}, "bloom": {"n_head": 4, "n_layer": 2},
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}}
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2},
+    "recurrent_gemma": {"logits_soft_cap": 5.0, "num_hidden_layers": 3, "attention_window_size": 5},
+    "inkling_text": EXPERTS | {
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+        "local_layer_ids": [0], "n_routed_experts": 4, "logits_mup_width_multiplier": 4.0}}
 
 
 def stats_row_by_row(model, ref, batch, temperature):
@@ -918,7 +922,8 @@ PATCHES = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 4
 @pytest.mark.parametrize("kind, text_kind, vision", [
     ("qwen3_5", "qwen3_5_text", PATCHES), ("gemma3", "gemma3_text", VISION),
     ("gemma4", "gemma4_text", VISION | {"num_key_value_heads": 4, "global_head_dim": 8}),
-    ("mistral3", "mistral", VISION | {"model_type": "pixtral"})])
+    ("mistral3", "mistral", VISION | {"model_type": "pixtral"}),
+    ("llama4", "llama4_text", VISION | {"vision_output_dim": 32})])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_of_a_multimodal_model_the_text_part_is_trained_and_saved(tmp_path, kind, text_kind, vision,
                                                                   is_tied):
@@ -1120,6 +1125,13 @@ def test_torch_sampler(kind):
     with torch.no_grad():
         best = eager_copy(policy)(torch.tensor(PROMPTS[:1])).logits[0, -1].argmax()
     assert greedy[0].ids[0] == best
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_5_text", "lfm2", "falcon_h1"])
+def test_torch_sampler_remembers_the_states_of_layers_without_attention(save_folder, kind):
+    policy, _ = starter.init_policy(str(save_folder(kind, noise=0.2, **PADDED[kind])))
+    responses = starter.rollout_with_vllm(starter.TorchSampler(policy), PROMPTS, PARAMS, 42, 1)
+    assert worst_gap(policy, PROMPTS, responses) < 1e-3
 
 
 def test_torch_sampler_samples_from_the_distribution():
