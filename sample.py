@@ -77,10 +77,11 @@ def load_script(path):
     file such as examples/guess.py"""
     if not path or (os.path.exists(path) and os.path.samefile(path, starter.__file__)):
         return starter
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location("script_of_the_run", path)
     if spec is None:
         raise starter.UserError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # for what stands beside it
     run, starter.run = starter.run, print  # a script without `if __name__` must not train now
     try:
         spec.loader.exec_module(module)
@@ -91,6 +92,7 @@ def load_script(path):
     finally:
         starter.run = run
     if hasattr(module, "init_policy"):
+        starter.UserError, starter.RunFailed = module.UserError, module.RunFailed  # for run()
         return module
     for name in {"reward_fn", "reply", "TURN_ENDS"} & vars(module).keys():
         setattr(starter, name, getattr(module, name))

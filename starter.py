@@ -36,9 +36,9 @@ if IS_LAUNCHED:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
-import ast, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools, json
-import math, operator, random, re, shlex, shutil, signal, tempfile, traceback, warnings, zipfile
-import zlib
+import ast, builtins, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools
+import json, math, operator, random, re, shlex, shutil, signal, tempfile, traceback, warnings
+import zipfile, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -59,7 +59,14 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-print = functools.partial(print, flush=True)
+
+
+def print(*words, **options):
+    """At once. If nobody reads any more, as Ctrl-C ends `| tee log`, too, the run goes on."""
+    try:
+        builtins.print(*words, **options, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")
 
 
 class UserError(ValueError):
@@ -119,7 +126,7 @@ def main(argv=None, only_settings=False):
         max_minutes=0.0,  # 0: no limit
         eval_every=20,  # steps
         n_eval=400,  # held-out problems
-        save_every=50,  # steps between checkpoints; 0: only when stopped
+        save_every=50,  # steps between checkpoints; 0: only on Ctrl-C
         # task
         task="countdown",  # or a JSONL file
         eval_task="",  # another JSONL file; else rows of task are held out
@@ -232,6 +239,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
                 measured = evaluate_and_keep_best(policy, llm, task, params, log, state)
             log.write(state.step, state.unmeasured | measured)
             state.unmeasured = None
+            save_checkpoint(*checkpoint_parts)
     else:
         log.write(0, evaluate_and_keep_best(policy, llm, task, params, log, state))
     minutes_before = state.minutes
@@ -1224,8 +1232,11 @@ def roll_out(llm, task, problems, params, seed, step, first=0):
     params = params | {"stop_token_ids": params["stop_token_ids"] + task.turn_end_ids}
     parts = rollout_with_vllm(llm, prompts, params, seed, step, first)
     for turn in itertools.count(2):
-        with ThreadPoolExecutor(32) as pool:  # a reply may take time
+        pool = ThreadPoolExecutor(32)  # a reply may take time
+        try:
             list(pool.map(Game.play, active.values(), parts))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for it
         active = {i: game for i, game in active.items() if not game.is_over}
         if not active:
             return [Response(x.ids, x.logps, x.mask, x.finished, x.problem) for x in games]
@@ -1670,10 +1681,12 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
     params = params | {"stop_token_ids": stop_ids}
     responses = on_all_ranks(roll_out, llm, task, problems, params, 0, "eval", first)
     graded = on_all_ranks(grade, task, problems, responses, params, reward_fn)
-    rows = [{"prompt": problem["rendered"], "response": text, "turns": problem["turns"],
+    # The answer as it was: reward_fn may have changed that of its copy.
+    rows = [{"prompt": problem["rendered"], "response": text, "turns": copied["turns"],
              "reward": reward, "answer": problem.get("answer") or problem["solution"],
              "tokens": len(response.ids), "cut_off": not response.finished}
-            for problem, text, reward, response in zip(*graded, responses)]
+            for problem, copied, text, reward, response in zip(
+                repeat(problems, params["n"]), *graded, responses)]
     rows = sum(gather(rows), [])
     rewards = np.array([row["reward"] for row in rows])
     accuracy = (rewards >= 0.9).mean()
@@ -1733,8 +1746,8 @@ class Log:
         if RANK:
             return
         self.lock = lock(self.folder)
-        for leftover in self.folder.rglob("*.tmp"):  # folders of a killed process
-            shutil.rmtree(leftover)
+        for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # folders of a killed process
+            shutil.rmtree(leftover, ignore_errors=True)
         with written_whole(self.folder / "config.json") as temporary:
             temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1))
         step = saved["state"]["step"] if saved else -1
@@ -1768,12 +1781,12 @@ class Log:
 
 
 def read_rows(path):
-    """-> rows of a JSONL file, up to one that is damaged"""
+    """-> rows of metrics.jsonl or samples.jsonl, up to one that is damaged"""
     rows = []
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         for line in open(path, "rb"):
-            rows.append(json.loads(line))
-    return rows
+            rows.append(dict(json.loads(line)))
+    return [row for row in rows if "step" in row]
 
 
 def report(folder, cfg):
@@ -1794,7 +1807,7 @@ def report(folder, cfg):
     print(f"\n  try it    python sample.py --model_id={name}/model\n"
           f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
     if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
-        print(f"  continue  python {sys.argv[0]} --resume={name}")
+        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}")
 
 
 def log_train(log, step, metrics, cfg):
@@ -1955,6 +1968,8 @@ def catch_signals():
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
+    # A child of reward_fn can be terminated.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return received
 
 
@@ -2015,6 +2030,7 @@ def origin(cfg):
     files = [Path(name) for name in (cfg.task, cfg.eval_task) if Path(name).is_file()]
     code = getattr(reply or reward_fn, "__code__", None)  # a partial() has none
     script = code.co_filename if code else sys.argv[0]
+    script = getattr(sys.modules["__main__"], "__file__", script)  # a notebook has none
     return {"script": os.path.abspath(script),
             "checksums": [zlib.crc32(file.read_bytes()) for file in files]}
 

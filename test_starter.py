@@ -2045,6 +2045,37 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
         time.sleep(1)
 
 
+def test_a_child_of_the_reward_can_be_terminated():
+    starter.catch_signals()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, b"ready")
+        time.sleep(20)
+        os._exit(0)
+    os.read(read, 5)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_the_reward_may_change_its_problem(run_main, monkeypatch):
+    def reward_fn(text, problem):
+        problem["solution"] = Fraction(1, 2)
+        return 0.5
+
+    monkeypatch.setattr(starter, "reward_fn", reward_fn)
+    folder = run_main("--n_grpo_steps=1")
+    assert all(type(row["answer"]) is str for row in starter.read_rows(folder / "samples.jsonl"))
+
+
+def test_a_run_belongs_to_the_script_that_was_started(monkeypatch):
+    """Its reward may be decorated, or come from another file."""
+    monkeypatch.setattr(starter, "reward_fn", torch.no_grad()(letters))
+    assert starter.origin(settings_of())["script"] != "/mine.py"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/mine.py", raising=False)
+    assert starter.origin(settings_of())["script"] == "/mine.py"
+
+
 @pytest.mark.parametrize("reward_truncated", [False, True])
 def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, reward_truncated):
     task = make_task(question_rows(range(20)), reward_truncated=reward_truncated)
@@ -2170,7 +2201,10 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_
     folder = whole.parents[1] / "out" / whole.name
     assert os.listdir(folder / "checkpoint") == [f"step_{step:08d}.pt"]
     assert rows_of(folder)[-1]["step"] == (1 if n_calls == 44 else step)  # 2 is not measured yet
-    starter.main([f"--resume={folder}"])
+    for _ in range(2):  # the evaluation is repeated once
+        starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
+        shutil.rmtree(folder / "model")
+    starter.main([f"--resume={folder}", f"--n_grpo_steps={len(rows_of(whole)) - 1}"])
     got, wanted = numbers_of(folder), numbers_of(whole)
     assert got == wanted and equal_weights(folder, whole)
 
@@ -2407,8 +2441,18 @@ def test_only_the_first_rank_prints_also_in_a_script_of_ones_own(script, tmp_pat
 
 
 def test_a_closed_output_is_no_failure():
-    program = "import starter, sys; sys.stdout = None; starter.run(lambda: None)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=HERE).returncode == 0
+    program = """
+import starter, sys
+def main():
+    for _ in range(3):
+        starter.print("x" * 100_000)
+    sys.stdout = None
+    sys.stderr.write("trained")
+starter.run(main)"""
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True)
+    run.stdout.close()  # as Ctrl-C closes tee in `python starter.py | tee log`
+    assert (run.stderr.read(), run.wait()) == ("trained", 0)
 
 
 # ---- 7. Quick tests --------------------------------------------------------------------------
@@ -2892,9 +2936,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(script, whole_run, tm
     (folder / "checkpoint" / "step_00000016.pt").write_bytes(b"PK damaged")
     (folder / "checkpoint" / "step_best.pt").write_bytes(b"a copy of somebody's")
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 17, "tr')
+        file.write('{"note": "not of the trainer"}\n{"step": 17, "tr')
+    (folder / "notes.tmp").touch()
     assert script.run(tmp_path, "--resume=out/0001") == 0, script.text()
     assert "is damaged" in script.text() and "after step 14" in script.text()
+    assert (folder / "notes.tmp").exists()
     assert numbers_of(folder) == numbers_of(whole_run) and equal_weights(folder, whole_run)
 
 
@@ -3194,6 +3240,26 @@ def test_sample_refuses_a_script_that_it_cannot_use(tmp_path, name, text, messag
     with pytest.raises(UserError, match=message) as error:
         sample.load_script(str(tmp_path / name))
     assert "\n" not in str(error.value)
+
+
+def test_sample_uses_a_script_as_python_does(tmp_path, monkeypatch):
+    import sample
+    for name in ("reward_fn", "UserError", "RunFailed"):
+        monkeypatch.setattr(starter, name, getattr(starter, name))
+    (tmp_path / "beside.py").write_text("def grade(text, problem): return 0.25")
+    (tmp_path / "json.py").write_text("""
+from __future__ import annotations
+import dataclasses, beside, starter
+@dataclasses.dataclass
+class Judge:
+    name: str
+starter.reward_fn = beside.grade""")
+    assert sample.load_script(str(tmp_path / "json.py")).reward_fn("", {}) == 0.25
+    assert sys.modules["json"] is json
+    # A changed copy of starter.py raises errors of its own.
+    shutil.copy(HERE / "starter.py", tmp_path / "mine.py")
+    trainer = sample.load_script(str(tmp_path / "mine.py"))
+    assert trainer.UserError is starter.UserError is not UserError
 
 
 def test_sample_has_the_defaults_of_the_trainer(tmp_path):

@@ -214,6 +214,25 @@ def world(request, use):
     return world
 
 
+def test_an_error_in_one_reply_does_not_wait_for_the_others(world, use):
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def reply(problem, text):
+        if problem["answer"] == "1":
+            assert begun.wait(5)
+            raise ValueError("no server")
+        begun.set()
+        may_end.wait(5)
+        ended.append(text)
+
+    use(reply, *world.turn_ends)
+    with pytest.raises(UserError, match="no server"):
+        world.play(world.problems)
+    n_ended = len(ended)
+    may_end.set()
+    assert n_ended == 0
+
+
 def test_the_mask_has_the_models_tokens_and_their_log_probs_know_the_replies(world):
     responses, plain, n_after = world.play(world.problems), eager_copy(world.policy), 0
     for response in responses:
