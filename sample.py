@@ -27,6 +27,9 @@ def read_settings(argv):
     model_id = given.get("model_id", "out/latest/model")
     if Path(model_id, "model").is_dir():  # a run folder
         model_id += "/model"
+    elif Path(model_id, "metrics.jsonl").is_file():
+        raise starter.UserError(f"the run in {model_id} was not finished: it has no model/. Give "
+                                f"{model_id}/best, if there, or finish it with --resume")
     if "model_id" not in given and not Path(model_id).exists():
         raise starter.UserError(f"there is no trained model in {model_id}: run python starter.py "
                                 "first, or give --model_id a folder or a hub name")

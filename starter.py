@@ -2077,6 +2077,7 @@ def check_settings(cfg, typed):
         "clip_range and gpu_mem_util must be below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
         "temperature must be at most 2": cfg.temperature <= 2,
         "prompt must not be empty": cfg.prompt.strip(),
+        "out_dir is a file": not Path(cfg.out_dir).is_file(),
         "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
         "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
         "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),

@@ -2268,6 +2268,7 @@ BAD_SETTINGS = [
     (["--operations="], "some of +-*/"),
     (["--max_prompt_tokens=4"], "longer than max_prompt_tokens=4"), (["--n_eval=-1"], "n_eval"),
     (["--prompt= "], "must not be empty"), (["--prompt={target} \\boxed{}"], "(braces: {{ }})"),
+    ([f"--out_dir={__file__}"], "out_dir is a file"),
     (["--device=tpu"], "device is cpu"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
     (["--ref_offload=True", KL, "--device=cpu"], "need a GPU"),
     (["--n_minibatches=0"], "n_minibatches"), (["--kl_estimator=k4", KL], "k1, k2, k3, exact"),
@@ -3226,6 +3227,10 @@ def test_sample_takes_a_run_folder_and_refuses_impossible_numbers(tmp_path, monk
                  "min_tokens=-3", "min_tokens=9999"):
         with pytest.raises(UserError, match=word.partition("=")[0]):
             sample.read_settings([f"--model_id={tmp_path}", f"--{word}"])
+    (tmp_path / "model").rename(tmp_path / "best")
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="was not finished.*/best, if there"):
+        sample.read_settings([f"--model_id={tmp_path}"])
 
 
 @pytest.mark.parametrize("name, text, message", [
