@@ -359,7 +359,7 @@ TURN_ENDS = ()
 def reward_fn(generated_text, ground_truth):
     """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own:
     ground_truth is the problem, a dict. A reward of at least 0.9 counts as correct."""
-    truth = {"answer": ground_truth} if isinstance(ground_truth, str) else ground_truth
+    truth = ground_truth if isinstance(ground_truth, dict) else {"answer": ground_truth}
     for tag in ("<answer>", "<think>"):
         if truth.get("rendered", "").rstrip().endswith(tag):  # begun by the prompt
             generated_text = tag + generated_text
@@ -377,7 +377,8 @@ def reward_fn(generated_text, ground_truth):
 # All patterns take linear time, whatever the text.
 TAGS = r"<answer>((?:(?!</?answer>).)*)</answer>"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-HASHES = r"####\s*((?!####)\S(?:(?!####)[^\n])*)"
+BEGIN = r"####|<answer>|\\boxed\{"
+HASHES = rf"####\s*((?!{BEGIN})\S(?:(?!{BEGIN})[^\n])*)"
 ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
 NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
 UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
@@ -1170,8 +1171,9 @@ def check_agreement(metrics, details, cfg, step):
         max_gap, max_kl = 0.1 if step == 1 else 0.3, 2e-3
     gap = metrics.get("rollout/logp_gap_mean", 0.0)
     if gap > max_gap:
+        hint = " (--use_vllm=False)" if cfg.use_vllm else ""
         raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
-                        " or it computes this model differently (--use_vllm=False)")
+                        f" or it computes this model differently{hint}")
     kl = details[0]["kl_mean"] if step == 1 else 0.0
     if kl > max_kl:
         raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
@@ -1347,7 +1349,9 @@ class TorchSampler:
         while len(tokens) < limit and not is_done.all():
             # A game may run past the context, as all have one max_tokens here. It is cut later.
             positions = (mask.cumsum(1) - 1).clamp(0, context - 1)[:, -ids.shape[1]:]
-            logits = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
+            # Mamba's mask is of the new tokens only.
+            seen = mask[:, -ids.shape[1]:] if self.cache_name == "cache_params" else mask
+            logits = self.model(ids, attention_mask=seen, position_ids=positions, use_cache=True,
                                 logits_to_keep=1, **{self.cache_name: cache}).logits
             logits = logits[:, -1].float()
             if not tokens:  # a prompt is read once
@@ -1400,18 +1404,20 @@ def compute_group_normalized_advantages(rollout_responses, repeated_ground_truth
 def make_batch(prompts, responses, min_tokens=0):
     """-> [B, T] tensors in host memory, padded on the right. Labels are the next input_ids."""
     lengths = [len(p) + len(r.ids) for p, r in zip(prompts, responses, strict=True)]
-    tokens = torch.zeros(len(prompts), max(lengths, default=2), dtype=torch.long)
-    mask = torch.zeros_like(tokens).bool()  # tokens that the model chose
-    sampled = torch.zeros(tokens.shape)  # the sampler's log-probs
-    is_known = torch.zeros_like(mask)
+    # In numpy, which reads lists faster
+    tokens = np.zeros((len(prompts), max(lengths, default=2)), np.int64)
+    mask = np.zeros(tokens.shape, bool)  # tokens that the model chose
+    sampled = np.zeros(tokens.shape, np.float32)  # the sampler's log-probs
+    is_known = np.zeros(tokens.shape, bool)
     for b, (prompt, response, end) in enumerate(zip(prompts, responses, lengths)):
         start = len(prompt)
-        tokens[b, :end] = torch.tensor(prompt + response.ids)
-        mask[b, start:end] = True if response.mask is None else torch.tensor(response.mask)
+        tokens[b, :end] = prompt + response.ids
+        mask[b, start:end] = True if response.mask is None else response.mask
         if len(response.logps):
-            sampled[b, start:end] = torch.tensor(response.logps)
+            sampled[b, start:end] = response.logps
             # EOS is banned before min_tokens: the log-probs there are not the policy's.
             is_known[b, start + min_tokens:end] = True
+    tokens, mask, sampled, is_known = map(torch.from_numpy, (tokens, mask, sampled, is_known))
     return SimpleNamespace(
         input_ids=tokens[:, :-1], labels=tokens[:, 1:], response_mask=mask[:, 1:],
         rollout_log_probs=sampled[:, 1:], rollout_mask=is_known[:, 1:], prompts=prompts,
@@ -1457,8 +1463,8 @@ def split_packed(batch, rows, limit, n_least):
 def split_padded(batch, rows, limit, n_least):
     """Longest first; a part is padded to its first row."""
     rows, parts = sorted(rows, key=lambda row: -batch.lengths[row]), []
-    n_most = math.ceil(len(rows) / n_least)
     while rows:
+        n_most = math.ceil(len(rows) / max(1, n_least - len(parts)))
         n = min(n_most, max(1, limit // batch.lengths[rows[0]]))
         parts.append(rows[:n])
         rows = rows[n:]

@@ -350,7 +350,9 @@ def test_countdown_reward(text, reward):
     ("#### 1\n#### 2", "2"), ("#### 18 ####", "18"), ("<answer>42</answer></answer>", "42"),
     (r"\boxed{5} and \boxed{", "5"), (r"<answer>1</answer> \boxed{2} #### 3", "3"),
     (r"<answer>\boxed{5}</answer>", "5"),
-    ("#### 3 <answer>1</answer>", "1"),
+    ("#### 3 <answer>1</answer>", "1"), ("<answer>1</answer>\n####\n<answer>2</answer>", "2"),
+    ("\\boxed{3}\n#### **Answer:** $\\boxed{18}$", "18"), ("#### So: <answer>\n1\n</answer>", "1"),
+    ("<answer>4</answer> No.\n#### Answer: <answer>5</answer>", "5"),
     ("<answer>1</answer> <answer>2", "1"), ("<answer>1<answer>2</answer>", "2"),
     ("<answer>5", None), ("5</answer>", None), (r"\boxed{5", None), ("####", None),
     ("####  \n ", None), ("the answer is 5", None), ("", None)])
@@ -367,6 +369,7 @@ def test_final_answer_is_the_last_complete_one(text, answer):
     ("0.00001", 0.00001), ("1e3", "1000"), (5, 5.0), ("9" * 30, "9" * 30 + ".0")])
 def test_answers_that_mean_the_same_are_equal(given, right):
     assert starter.reward_fn(f"<answer>{given}</answer>", {"prompt": "?", "answer": right}) == 1.0
+    assert starter.reward_fn(f"<answer>{given}</answer>", right) == 1.0
     assert starter.reward_fn(f"<answer>{given}</answer>", str(right)) == 1.0
 
 
@@ -836,7 +839,8 @@ PADDED = {
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.3}, "nemotron_h": NEMOTRON,
     "gpt_oss": WINDOW | EXPERTS, "bamba": MAMBA | {"attn_layer_indices": [1]},
     "jamba": EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
-    "nemotron": {}, "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "nemotron": {}, "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "llama4_text": EXPERTS | {"attention_chunk_size": 8, "num_hidden_layers": 4}, "doge": {},
     "gptj": GPT | {"rotary_dim": 4}, "bloom": {"n_head": 4, "n_layer": 2},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2},
@@ -1127,7 +1131,7 @@ def test_torch_sampler(kind):
     assert greedy[0].ids[0] == best
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3_5_text", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "qwen3_5_text", "lfm2", "falcon_h1"])
 def test_torch_sampler_remembers_the_states_of_layers_without_attention(save_folder, kind):
     policy, _ = starter.init_policy(str(save_folder(kind, noise=0.2, **PADDED[kind])))
     responses = starter.rollout_with_vllm(starter.TorchSampler(policy), PROMPTS, PARAMS, 42, 1)
@@ -1782,7 +1786,7 @@ def test_the_adaptive_coefficient_follows_the_kl():
 
 def test_padded_microbatches_keep_to_the_limit_with_their_padding():
     rng = random.Random(0)
-    for limit, n_least in itertools.product((30, 64, 1000), (1, 3)):
+    for limit, n_least in itertools.product((30, 64, 1000), (1, 3, 20)):
         batch = make_rows([rng.randrange(4, 50) for _ in range(40)])
         rows = rng.sample(range(40), 33)
         cfg = settings_of(tokens_per_microbatch=limit, gradient_accumulation_steps=n_least)
@@ -1888,8 +1892,10 @@ def test_each_rank_sees_a_gpu_of_its_own(visible, expected, monkeypatch):
 def test_sampler_and_trainer_must_agree_and_the_kl_begins_at_zero():
     cfg, fine = settings_of(), [{"kl_mean": 0.0}]
     starter.check_agreement({"rollout/logp_gap_mean": 1e-5}, fine, cfg, 1)
-    with pytest.raises(RunFailed, match="the weights did not arrive"):
-        starter.check_agreement({"rollout/logp_gap_mean": 0.01}, fine, cfg, 5)
+    for use_vllm, end in ((True, r"differently \(--use_vllm=False\)$"), (False, "differently$")):
+        with pytest.raises(RunFailed, match=f"the weights did not arrive.* {end}"):
+            starter.check_agreement({"rollout/logp_gap_mean": 0.01}, fine,
+                                    settings_of(use_vllm=use_vllm), 5)
     gpu = settings_of(device="cuda")
     starter.check_agreement({"rollout/logp_gap_mean": 0.2}, fine, gpu, 2)
     with pytest.raises(RunFailed, match="off by 0.2"):
