@@ -56,7 +56,8 @@ def read_settings(argv):
         del settings["temperature"]
     flags = [f"--{name}={value}" for name, value in settings.items()]
     cfg = starter.main([*flags, f"--n_eval={own.n_eval}"], only_settings=True)
-    vars(cfg).update(chat=own.chat, n_samples=own.n_samples, script=own.script or run.get("script"))
+    vars(cfg).update(chat=own.chat, n_samples=own.n_samples, script=own.script or run.get("script"),
+                     functions=None if own.script else run.get("functions"))
     if own.n_samples < 1:
         raise starter.UserError("n_samples must be at least 1")
     if is_greedy or own.chat:
@@ -82,10 +83,13 @@ def load_script(path):
         return starter
     spec = importlib.util.spec_from_file_location("script_of_the_run", path)
     if spec is None:
-        raise starter.UserError(f"{path} is no Python file")
+        raise starter.UserError(f"{path} is no Python file: set --script")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # for what stands beside it
-    run, starter.run = starter.run, print  # a script without `if __name__` must not train now
+    names = ("reward_fn", "reply", "TURN_ENDS")
+    before = {name: getattr(starter, name) for name in names}
+    run, main = starter.run, starter.main
+    starter.run = starter.main = print  # a script without `if __name__` must not train now
     try:
         spec.loader.exec_module(module)
     except OSError as error:
@@ -93,12 +97,13 @@ def load_script(path):
     except (Exception, SystemExit) as error:
         raise starter.UserError(f"cannot use the script {path}: {error!r:.150}") from None
     finally:
-        starter.run = run
+        starter.run, starter.main = run, main
     if hasattr(module, "init_policy"):
         starter.UserError, starter.RunFailed = module.UserError, module.RunFailed  # for run()
         return module
-    for name in {"reward_fn", "reply", "TURN_ENDS"} & vars(module).keys():
-        setattr(starter, name, getattr(module, name))
+    for name in names:
+        if hasattr(module, name) and getattr(starter, name) is before[name]:  # else the script did
+            setattr(starter, name, getattr(module, name))
     return starter
 
 
@@ -170,7 +175,12 @@ def chat(trainer, llm, task, params, max_prompt_tokens):
             print(f"({'too long: ' if line else ''}this is a new conversation)")
             messages = []
             continue
-        response = trainer.roll_out(llm, task, [problem], params, "chat", turn)[0]
+        try:
+            response = trainer.roll_out(llm, task, [problem], params, "chat", turn)[0]
+        except starter.UserError as error:  # in reply()
+            print(f"({error})")
+            messages = []
+            continue
         text = trainer.decode(task.tokenizer, response.ids, params["stop_token_ids"])
         messages.append({"role": "assistant", "content": text})
         print(f"model: {printable(text)}", flush=True)
@@ -179,6 +189,10 @@ def chat(trainer, llm, task, params, max_prompt_tokens):
 def main(argv=None):
     cfg = read_settings(sys.argv[1:] if argv is None else argv)
     trainer = load_script(cfg.script)
+    found = trainer.origin(cfg).get("functions")
+    if cfg.functions not in (None, found):
+        raise starter.UserError(f"reward_fn and reply were {cfg.functions}, but {cfg.script} sets "
+                                f"{found}: set them outside its main(), or give --script")
     trainer.make_tiny(cfg.model_id)
     problems = trainer.read_task(cfg)
     policy, tokenizer = trainer.init_policy(cfg.model_id, cfg.device)

@@ -105,6 +105,8 @@ def on_all_ranks(function, *arguments):
 
 
 def main(argv=None, only_settings=False):
+    global START
+    began, START = START or time.perf_counter(), None  # another run of this process has its own
     # typed: on the command line; given: with the settings of the run to resume
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
     has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
@@ -208,13 +210,13 @@ def main(argv=None, only_settings=False):
     llm = init_vllm(policy, cfg)
     folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0])
     with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
-        train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved)
+        train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
         save_model(policy, tokenizer, folder / "model")
     report(folder, cfg)
 
 
-def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
-    """saved: a checkpoint to start from"""
+def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None, began=None):
+    """saved: a checkpoint to start from; began: when the minutes of this process did"""
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     state = SimpleNamespace(step=0, next_problem=0, minutes=0.0, skipped=0, skips_in_a_row=0,
@@ -242,7 +244,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             save_checkpoint(*checkpoint_parts)
     else:
         log.write(0, evaluate_and_keep_best(policy, llm, task, params, log, state))
-    minutes_before = state.minutes
+    minutes_before, began = state.minutes, began or now()
     if 0 < cfg.max_minutes < minutes_before:
         print("max_minutes is over; raise it to train longer")
         return
@@ -310,10 +312,10 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         ended = now()
         seconds |= {"train": sync_started - update_started, "sync": ended - sync_started,
                     "step": ended - started}
-        state.minutes = minutes_before + (ended - START) / 60
+        state.minutes = minutes_before + (ended - began) / 60
 
         # Log, evaluate, save
-        metrics = step_metrics(details, rewards, responses, texts, seconds, cfg)
+        metrics = step_metrics(details, rewards, responses, texts, seconds, cfg.group_size, kl_now)
         metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
                     "train/lr": optimizer.param_groups[0]["lr"], "train/kl_coef": kl_now,
                     "train/skipped_steps": state.skipped, "time/minutes": state.minutes}
@@ -458,9 +460,11 @@ def errors_shown(name, text):
     """A mistake in the user's function shows its line and the text."""
     try:
         yield
-    except Exception as error:
-        traceback.print_tb(error.__traceback__.tb_next.tb_next)  # without this file's frames
-        raise UserError(f"{name}: {error!r} for the response {text[:300]!r}") from error
+    except (Exception, SystemExit) as error:  # the latter by exit() in code that it runs
+        wrong = UserError(f"{name}: {error!r} for the response {text[:300]!r}")
+        places = traceback.format_tb(error.__traceback__.tb_next.tb_next)  # not in this file
+        wrong.add_note("".join(places))
+        raise wrong from error
 
 
 def make_problem(cfg, seed, index, split="train"):
@@ -600,8 +604,8 @@ class Task:
     def turn_end_ids(self):
         """Tokens in which a text of TURN_ENDS may end: they contain it, or begin with its end"""
         ids = []
-        if isinstance(TURN_ENDS, str):
-            raise UserError(f"TURN_ENDS is one text: write ({TURN_ENDS!r},), with a comma")
+        if isinstance(TURN_ENDS, str) or not all(isinstance(x, str) and x for x in TURN_ENDS):
+            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write texts, such as ('</call>',)")
         for token in range(len(self.tokenizer) if TURN_ENDS else 0):
             text = self.tokenizer.decode([token])
             starts = tuple(text[:i] for i in range(1, len(text) + 1))
@@ -613,7 +617,7 @@ class Task:
 
 
 def identity(row):
-    """Rows with the same prompt are the same problem; games may differ in what they hide."""
+    """Rows with the same prompt are the same problem; games may hide different answers."""
     return row["rendered"] + (str(row.get("answer")) if reply else "")
 
 
@@ -1381,7 +1385,7 @@ def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
     """-> [N]: (reward - mean) / standard deviation within each group of neighbours"""
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
-    if normalize_by_std:
+    if normalize_by_std and len(groups):  # torch warns about the deviation of nothing
         advantages /= groups.std(1, keepdim=True) + eps
     # Equal rewards: exactly 0, without rounding errors
     is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
@@ -1681,8 +1685,9 @@ def adapt_kl_coef(state, kl, cfg):
 
 # ---- 5. Records: evaluation, metrics, log, checkpoints
 
-def evaluate_model(llm, task, params, stop_ids, reward_fn=reward_fn):
+def evaluate_model(llm, task, params, stop_ids, reward_fn=None):
     """-> (metrics, a dict per response) on held-out problems, with fixed seeds"""
+    reward_fn = reward_fn or globals()["reward_fn"]  # as it is now
     problems, first = share(task.held_out)
     params = params | {"stop_token_ids": stop_ids}
     responses = on_all_ranks(roll_out, llm, task, problems, params, 0, "eval", first)
@@ -1719,12 +1724,12 @@ def now():
     return time.perf_counter()
 
 
-def step_metrics(details, rewards, responses, texts, seconds, cfg):
+def step_metrics(details, rewards, responses, texts, seconds, group_size, kl_coef):
     """-> {name: number} over all ranks"""
     rows = [(reward, len(response.ids), final_answer(text) is not None, not response.finished)
             for reward, response, text in zip(rewards.tolist(), responses, texts)]
     rewards, lengths, answered, truncated = np.array(sum(gather(rows), [])).T
-    spread = np.ptp(rewards.reshape(-1, cfg.group_size), axis=1)
+    spread = np.ptp(rewards.reshape(-1, group_size), axis=1)
     metrics = {
         "train/reward_mean": rewards.mean(), "train/reward_std": rewards.std(),
         "train/frac_groups_zero_std": (spread == 0).mean(), "train/answer_frac": answered.mean(),
@@ -1733,9 +1738,8 @@ def step_metrics(details, rewards, responses, texts, seconds, cfg):
     metrics |= {f"time/{phase}": duration for phase, duration in seconds.items()}
     details = [detail for detail in sum(gather(details), []) if detail["n_tokens"]]
     n_tokens = [detail["n_tokens"] for detail in details]
-    has_kl = cfg.use_kl_penalty and cfg.kl_coef
     for key, (fold, name) in TOKEN_METRICS.items():
-        if details and name and (has_kl or not name.startswith("kl/")):
+        if details and name and (kl_coef or not name.startswith("kl/")):
             values = [detail[key] for detail in details]
             if fold == "mean":
                 metrics[name] = float(np.average(values, weights=n_tokens))
@@ -1807,7 +1811,8 @@ def report(folder, cfg):
         last, best = later[-1], max(later, key=lambda row: row["eval/mean_reward"])
         accuracy = last["eval/accuracy"]
         print(f" -> {accuracy:.1%} at step {last['step']}", end="")
-        if best["eval/accuracy"] > accuracy + last.get("eval/margin", 0.0):
+        is_better = best["eval/accuracy"] > accuracy + last.get("eval/margin", 0.0)
+        if is_better and (folder / "best").exists():
             print(f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/", end="")
     name = shlex.quote(str(folder))
     print(f"\n  try it    python sample.py --model_id={name}/model\n"
@@ -1835,7 +1840,8 @@ def log_train(log, step, metrics, cfg):
         "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
         "equal rewards in all groups: no gradient":
             metrics["train/frac_groups_zero_std"] == 1 and not metrics.get("train/kl_coef"),
-        "most responses are cut off and earn 0: raise max_tokens, or set reward_truncated":
+        "most responses are cut off and earn 0: raise max_tokens (or max_turns), or set "
+        "reward_truncated":
             cut_off[-1] > 0.5 and not cfg.reward_truncated,
         "cut-off responses have more than tripled: lower lr; best/, if there, is the best model":
             cut_off[-1] > max(0.1, 3 * min(cut_off)),
@@ -2011,10 +2017,12 @@ def settings_of_run(typed):
     try:
         saved = dict(json.loads((folder / "config.json").read_text()))
         script, checksums = saved.pop("script"), saved.pop("checksums")
+        saved.pop("functions", None)  # for sample.py
         now_made_of = origin(SimpleNamespace(**saved))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"no run to resume in {folder} ({error!r})") from None
-    if Path(now_made_of["script"]).name != Path(script).name:
+    is_cell = "<" in script or "ipykernel" in script  # of a notebook, which may be run again
+    if Path(now_made_of["script"]).name != Path(script).name and not is_cell:
         raise UserError(f"this run has the reward of {script}: resume it with that")
     if now_made_of["checksums"] != checksums:
         raise UserError(f"{saved['task']} or eval_task has changed since the run began, or is gone")
@@ -2023,7 +2031,7 @@ def settings_of_run(typed):
     changes = {name: typed[name] for name in typed.keys() & saved.keys() - {"resume", "out_dir"}}
     changed = SimpleNamespace(**saved)
     override(changed, changes)
-    for name in changes:
+    for name in sorted(changes):
         if getattr(changed, name) != saved[name]:
             if name in FIXED:
                 raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
@@ -2038,6 +2046,7 @@ def origin(cfg):
     script = code.co_filename if code else sys.argv[0]
     script = getattr(sys.modules["__main__"], "__file__", script)  # a notebook has none
     return {"script": os.path.abspath(script),
+            "functions": [getattr(x, "__qualname__", None) for x in (reward_fn, reply)],
             "checksums": [zlib.crc32(file.read_bytes()) for file in files]}
 
 
@@ -2067,7 +2076,8 @@ def check_settings(cfg, typed):
     kl = cfg.use_kl_penalty and cfg.kl_coef
     needs_kl = cfg.kl_adaptive or cfg.ref_update_every or cfg.ref_offload
     if not cfg.use_kl_penalty:
-        needs_kl = needs_kl or any(name.startswith("kl_") or name == "target_kl" for name in typed)
+        named = {name for name in typed if name.startswith(("kl_", "target_kl"))}
+        needs_kl = needs_kl or named - {"kl_adaptive"}
     rules = {
         "device is cpu, or cuda with a GPU": cfg.device == "cpu" or gpu,
         "vllm_sleep and ref_offload need a GPU": gpu or not (cfg.vllm_sleep or cfg.ref_offload),
@@ -2189,7 +2199,8 @@ def run(main):
     except KeyboardInterrupt:
         message, code = "stopped at once", 130
     if code:
-        print(f"error: {message}", file=sys.stderr)
+        notes = getattr(message, "__notes__", []) if RANK == 0 else []
+        print(*notes, f"error: {message}", sep="", file=sys.stderr)
     with contextlib.suppress(Exception):  # it may be closed
         sys.stdout.flush()
     os._exit(code)  # a plain exit may hang, or print what libraries did not free

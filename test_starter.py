@@ -1313,22 +1313,23 @@ def test_advantages_by_hand():
     assert plain[0][:4].tolist() == [0.5, -0.5, -0.5, 0.5]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_rank_without_prompts_has_no_advantages():
     advantages, rewards, _ = starter.compute_group_normalized_advantages([], [], number, 4, 0, True)
     assert advantages.shape == rewards.shape == (0,)
 
 
 @pytest.mark.parametrize("reward", [None, "high", math.nan, math.inf, 1e39, [1.0, 2.0], Exception])
-def test_a_bad_reward_stops_the_run_and_shows_the_response(reward, capsys):
+def test_a_bad_reward_stops_the_run_and_shows_the_response(reward):
     def bad(text, _):
         if reward is Exception:
             raise KeyError("no such field")
         return reward
 
-    with pytest.raises(UserError, match="the response 'the text'"):
+    with pytest.raises(UserError, match="the response 'the text'") as error:
         starter.compute_group_normalized_advantages(["the text"] * 2, [None] * 2, bad, 2, 0, True)
     lines = 'in bad\n    raise KeyError("no such field")' if reward is Exception else ""
-    assert capsys.readouterr().err.strip().endswith(lines), "a mistake in reward_fn shows its line"
+    assert error.value.__notes__[0].strip().endswith(lines), "a mistake in reward_fn shows its line"
 
 
 @pytest.mark.parametrize("reward", [True, 1, np.float32(1.0), torch.tensor(1.0)])
@@ -1826,7 +1827,7 @@ def test_after_a_skipped_update_lr_is_a_tenth_and_doubles(run_main, monkeypatch,
 
 # ---- 5. Records ------------------------------------------------------------------------------
 
-def test_evaluation_counts_what_it_says():
+def test_evaluation_counts_what_it_says(monkeypatch):
     """Scripted rewards of 3 problems x 2 responses; the weights are random."""
     task = make_task(question_rows(range(20)), question_rows(range(30, 33)))
     llm, rewards = starter.TorchSampler(make_policy()), iter([1.0, 0.0, 0.95, 0.1, 0.1, 0.1] * 2)
@@ -1848,7 +1849,8 @@ def test_evaluation_counts_what_it_says():
     assert metrics["eval/truncated_frac"] == pytest.approx(np.mean(cut_off))
     assert 0 < sum(cut_off) < 6
     assert [row["cut_off"] for row in rows] == cut_off
-    again = starter.evaluate_model(llm, task, params, stop_ids, lambda text, problem: next(rewards))
+    monkeypatch.setattr(starter, "reward_fn", lambda text, problem: next(rewards))
+    again = starter.evaluate_model(llm, task, params, stop_ids)
     assert again[1] == rows, "the same seeds every time"
 
 
@@ -1863,7 +1865,7 @@ def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
     texts = ["<answer>1</answer>", "5", "#### 5", ""]
     metrics = starter.step_metrics(parts, torch.tensor([1.0, 0.0, 0.1, 0.1]), responses, texts,
                                    {"rollout": 1, "reward": 3, "train": 2, "sync": 1, "step": 7},
-                                   settings_of(group_size=2))
+                                   group_size=2, kl_coef=0.1)
     assert metrics["train/entropy"] == metrics["kl/mean"] == pytest.approx((30 + 40) / 40)
     assert metrics["kl/max"] == metrics["rollout/logp_gap_max"] == 4 and metrics["kl/min"] == 1
     assert metrics["train/reward_mean"] == pytest.approx(0.3)
@@ -1872,10 +1874,8 @@ def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
     assert metrics["train/truncated_frac"] == 0.25 and metrics["train/avg_output_tokens"] == 2
     times = [metrics[f"time/{name}"] for name in ("rollout", "reward", "train", "sync", "step")]
     assert times == [1, 3, 2, 1, 7] and metrics["perf/tokens_per_s"] == pytest.approx(8 / 7)
-    for changes in ({"use_kl_penalty": False}, {"kl_coef": 0.0}):  # nothing was measured
-        off = starter.step_metrics(parts, torch.zeros(4), responses, texts, {"step": 1},
-                                   settings_of(group_size=2, **changes))
-        assert not [name for name in off if name.startswith("kl/")]
+    off = starter.step_metrics(parts, torch.zeros(4), responses, texts, {"step": 1}, 2, kl_coef=0.0)
+    assert not [name for name in off if name.startswith("kl/")], "it was not measured"
 
 
 @pytest.mark.parametrize("visible, expected", [(None, "9"), ("2,3,5", "2"), ("4", "4")])
@@ -1926,6 +1926,8 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     text = report(0.25, None, 0.5, None)
     assert "sampled: 25.0% -> 50.0% at step 2\n" in text and "resume" not in text, "nothing saved"
     assert "sampled: 25.0%\n" in report(0.25, None), "one evaluation is not a result"
+    assert "-> 50.0% at step 2\n" in report(0.7, 0.65, 0.5), "the start was better: no best/"
+    (tmp_path / "best").mkdir()
     assert "-> 50.0% at step 2, 65.0% at step 1: use best/\n" in report(0.25, 0.65, 0.5)
     assert "use best/" not in report(0.25, 0.55, 0.5), "within the interval"
     assert "use best/" in report(0.25, 0.55, 0.5, margin=0.03)
@@ -2226,6 +2228,12 @@ def test_the_minutes_of_a_run_continue_when_it_is_resumed(run_main, monkeypatch,
     assert len(rows_of(folder)) == 4 and "max_minutes is over" in capsys.readouterr().out
 
 
+def test_a_second_run_of_a_process_counts_its_own_minutes(run_main, monkeypatch):
+    monkeypatch.setattr(starter, "START", time.perf_counter() - 600)
+    minutes = [rows_of(run_main("--n_grpo_steps=1"))[1]["time/minutes"] for _ in range(2)]
+    assert minutes[0] > 10 and 0 < minutes[1] < 5
+
+
 def test_a_finished_run_is_only_reported(run_main, monkeypatch, capsys):
     folder = run_main("--n_grpo_steps=1")
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -2316,6 +2324,11 @@ def test_misspelled_names_suggest_the_closest_one_if_any_is_near():
     assert (cfg.lr, cfg.compile, cfg.prompt) == (1e-4, True, "a=b")
 
 
+def test_what_needs_the_kl_penalty_can_be_switched_off_with_it():
+    starter.main(["--use_kl_penalty=False", "--kl_adaptive=False", "--ref_update_every=0"],
+                 only_settings=True)
+
+
 def test_unweighted_k1_in_the_loss_is_warned_about(run_main, capsys):
     run_main(KL, "--kl_estimator=k1", "--kl_importance_weight=False", "--n_grpo_steps=1")
     assert "unweighted k1 in the loss is no penalty" in capsys.readouterr().out
@@ -2372,7 +2385,8 @@ def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch):
+def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # that of pytest
     paths = [write_rows(tmp_path / f"{name}.jsonl", sums(range(9))) for name in ("a", "b")]
     cfg = starter.main([f"--task={paths[0]}", f"--eval_task={paths[1]}"], only_settings=True)
     folder = tmp_path / "run"
@@ -2391,6 +2405,12 @@ def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch):
         monkeypatch.setattr(starter, "reward_fn", other)
         with pytest.raises(UserError, match="has the reward of .*starter.py: resume it with that"):
             resume()
+    # A cell of a notebook that was run again, so with another number
+    saved = json.loads((folder / "config.json").read_text())
+    for cell in ("/x/<ipython-input-7-abc>", "/tmp/ipykernel_5/77.py"):
+        (folder / "config.json").write_text(json.dumps(saved | {"script": cell}))
+        assert resume().task == str(paths[0])
+        assert f"changed on resume: script {cell}" in capsys.readouterr().out
 
 
 def test_runs_that_start_at_the_same_time_get_folders_of_their_own(tmp_path):
@@ -3187,6 +3207,24 @@ def test_sample_measures_pass_at_k_and_talks(warm_folder, monkeypatch, capsys):
     assert "model: <answer>" in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", None)
     sample.main([*options, "--chat=True"])  # ends at once
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3 5=8:\n3 4=7:\n"))
+    monkeypatch.setattr(starter, "roll_out", lambda *rest: starter.checked_reward(None, "", {}))
+    sample.main([*options, "--chat=True"])
+    assert capsys.readouterr().out.count("(reward_fn: TypeError") == 2, "the conversation goes on"
+
+
+def test_a_mistake_in_the_reward_shows_its_line_once(monkeypatch, capsys):
+    def reward_fn(text, problem):
+        return problem["nothing"]
+
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    starter.run(lambda: starter.checked_reward(reward_fn, "hello", {}))
+    errors = capsys.readouterr().err
+    assert errors.count('return problem["nothing"]') == 1 and "/starter.py\", line" not in errors
+    assert errors.endswith("\nerror: reward_fn: KeyError('nothing') for the response 'hello'\n")
+    starter.run(lambda: starter.checked_reward(lambda *rest: exit(3), "", {}))
+    assert codes == [2, 2]
 
 
 def test_sample_measures_problems_that_the_run_held_out(tmp_path):
@@ -3267,6 +3305,19 @@ class Judge:
 starter.reward_fn = beside.grade""")
     assert sample.load_script(str(tmp_path / "json.py")).reward_fn("", {}) == 0.25
     assert sys.modules["json"] is json
+    # What a script assigns comes before what it imports. It is not run.
+    (tmp_path / "own.py").write_text("""
+import starter
+from starter import reward_fn
+starter.reward_fn = lambda text, problem: 0.5
+starter.main(["--no_such_setting"])""")
+    assert sample.load_script(str(tmp_path / "own.py")).reward_fn("", {}) == 0.5
+    # One that assigns its reward in main() has the built-in one when it is imported.
+    run = vars(settings_of(task="countdown", prompt="{numbers}")) | {
+        "script": str(HERE / "starter.py"), "functions": ["mine", None]}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    with pytest.raises(UserError, match=r"reward_fn and reply were \['mine', None\]"):
+        sample.main([f"--model_id={tmp_path / 'model'}"])
     # A changed copy of starter.py raises errors of its own.
     shutil.copy(HERE / "starter.py", tmp_path / "mine.py")
     trainer = sample.load_script(str(tmp_path / "mine.py"))
@@ -3278,7 +3329,7 @@ def test_sample_has_the_defaults_of_the_trainer(tmp_path):
     for model_id in ("tiny", tmp_path):
         flags = [f"--model_id={model_id}"]
         got, wanted = sample.read_settings(flags), starter.main(flags, only_settings=True)
-        own = sample.OWN | {"script": None, "n_eval": got.n_eval}
+        own = sample.OWN | {"script": None, "functions": None, "n_eval": got.n_eval}
         assert vars(got) == vars(wanted) | own
 
 

@@ -394,9 +394,10 @@ def test_a_turn_end_that_no_token_can_end_is_an_error(use):
     use(calculator.reply, "\N{RIGHTWARDS ARROW}")
     with pytest.raises(starter.UserError, match="no token of the model ends a text of TURN_ENDS"):
         make_task(make_tokenizer()).turn_end_ids
-    starter.TURN_ENDS = "</calc>"  # a comma was forgotten
-    with pytest.raises(starter.UserError, match=r"write \('</calc>',\), with a comma"):
-        make_task(make_tokenizer()).turn_end_ids
+    for wrong in ("</calc>", (5,), ("",)):  # in the first, a comma was forgotten
+        starter.TURN_ENDS = wrong
+        with pytest.raises(starter.UserError, match=r"write texts, such as \('</call>',\)"):
+            make_task(make_tokenizer()).turn_end_ids
 
 
 def test_an_end_token_after_white_space_in_the_template_is_not_doubled(use):
@@ -436,12 +437,13 @@ def test_a_response_without_an_end_is_cut_off_and_earns_nothing(use):
 
 @pytest.mark.parametrize("answer, words", [
     (lambda text: 1 / 0, "ZeroDivisionError"), (lambda text: 5, "5 is neither a text nor None"),
-    (lambda text: "\udcff", "surrogates not allowed")])
-def test_a_mistake_in_reply_is_one_error_that_shows_the_text(use, answer, words):
+    (lambda text: "\udcff", "surrogates not allowed"), (lambda text: exit(), "SystemExit")])
+def test_a_mistake_in_reply_is_one_error_that_shows_the_text(use, answer, words, capsys):
     use(lambda problem, text: answer(text) if text == "bad" else "go on")
     with pytest.raises(UserError) as error:
         play(["good<|end|>bad<|end|>", "good<|end|>good<|end|>bad<|end|>"])
     assert re.match(rf"reply: .*{words}.* for the response 'bad'$", str(error.value))
+    assert capsys.readouterr().err == "", "a line for each thread"
 
 
 def test_no_two_turns_share_a_seed_and_no_turn_is_cut_short_by_another_game(use):
