@@ -1966,6 +1966,9 @@ def restore(saved, policy, optimizer, ref_model, state):
     if saved["ref"] and ref_model:
         state_dicts.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     vars(state).update(saved["state"])
+    if state.ref_step and ref_model and not saved["ref"]:  # the penalty was off for a while
+        print("!!! the refreshed reference is gone: the KL is that to the starting model")
+        state.ref_step = 0
     saved.clear()
 
 
