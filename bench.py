@@ -250,8 +250,6 @@ def again(*flags):
 
 
 def compare_with_trl(options):
-    if not importlib.util.find_spec("trl"):
-        raise starter.UserError("TRL is not installed: pip install trl==1.16")
     ours = again("--peer=", f"--model_dir={options.model_dir}")
     names = SHORT_NAMES | {"gpu_mem_util": "gpu_mem_util"}
     same = [f"--{short}={ours['trainer'][name]}" for short, name in names.items()]
@@ -284,7 +282,7 @@ def memory():
     return rows
 
 
-def soak(n_steps, folder):
+def soak(n_steps, given, folder):
     """A long run, watched: memory of this process, its open files, the time of a step."""
     rows, write = [], starter.Log.write
 
@@ -295,8 +293,9 @@ def soak(n_steps, folder):
                      len(os.listdir("/proc/self/fd")), metrics.get("time/step", 0.0)))
 
     starter.Log.write = write_and_watch
-    starter.main(["--model_id=tiny", "--use_kl_penalty=True", f"--n_grpo_steps={n_steps}",
-                  f"--out_dir={folder}/out"])
+    settings = {"model_id": "tiny", "kl": "True"} | given
+    flags = [f"--{SHORT_NAMES.get(name, name)}={value}" for name, value in settings.items()]
+    starter.main([f"--n_grpo_steps={n_steps}", f"--out_dir={folder}/out", *flags])
     fifth, result = len(rows) // 5, {"20-40 %": {}, "80-100 %": {}, "growth": {}}
     for name, values in zip(("memory_mib", "open_files", "step_seconds"), zip(*rows)):
         early = result["20-40 %"][name] = statistics.median(values[fifth:2 * fifth])
@@ -325,13 +324,27 @@ def main():
     settings = {"vllm": str(is_cuda or options.bare)} | given
     flags = [f"--{SHORT_NAMES.get(name, name)}={value}" for name, value in settings.items()
              if name not in vars(options)]
-    lengths = options.lengths.split(",") if options.sweep else [options.new_tokens]
+    lengths = options.lengths.split(",") if options.sweep else [str(options.new_tokens)]
+    rules = {"lengths must be numbers with commas": all(map(str.isdecimal, lengths)),
+             "steps must be at least 1": options.steps > 0,
+             "set steps, not n_grpo_steps": "n_grpo_steps" not in given,
+             "soak must be at least 5": options.soak == 0 or options.soak >= 5,
+             "memory needs a GPU": is_cuda or not options.memory,
+             "TRL is not installed: pip install trl==1.16":
+                 not options.peer or importlib.util.find_spec("trl"),
+             "picture needs matplotlib, and a folder that exists":
+                 not options.picture or (importlib.util.find_spec("matplotlib")
+                                         and Path(options.picture).absolute().parent.is_dir())}
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            raise starter.UserError(rule)
     options.lengths = [int(length) for length in lengths]
     result = {"config": vars(options)}
     with tempfile.TemporaryDirectory() as folder:
         options.model_dir = options.model_dir or f"{folder}/model"
         if options.soak:
-            result["soak"] = soak(options.soak, folder)
+            others = {name: given[name] for name in given if name not in vars(options)}
+            result["soak"] = soak(options.soak, others, folder)
         elif options.memory:
             result["memory"] = memory()
         elif options.peer == "trl":

@@ -114,8 +114,10 @@ def main():
 def sweep(options):
     coefficients = COEFFICIENTS
     estimators = {name: ESTIMATORS[name] for name in ESTIMATORS if name not in options.skip}
+    if options.seeds < 1 or (options.skip and len(estimators) == len(ESTIMATORS)):
+        raise starter.UserError(f"--seeds: at least 1; --skip: some of {', '.join(ESTIMATORS)}")
     out = Path(options.out_dir)
-    assets = Path("assets")
+    assets = Path("assets") if options.out_dir == "out_kl_sweep" else out
     if options.quick:
         options.seeds = 1
         options.steps = 15
@@ -124,8 +126,9 @@ def sweep(options):
         estimators = {"k1, unweighted": ESTIMATORS["k1, unweighted"]}
         out = assets = Path(options.out_dir + "_quick")
     flags = {f"kl_coef {value:g}": [f"--kl_coef={value}"] for value in coefficients}
+    at = "" if options.kl_coef == 0.1 else f" at {options.kl_coef:g}"
     for name in estimators:
-        flags[name] = [f"--kl_coef={options.kl_coef}", *estimators[name]]
+        flags[name + at] = [f"--kl_coef={options.kl_coef}", *estimators[name]]
     results = {name: [] for name in ("start", *flags)}
     for seed in range(1, options.seeds + 1):
         start = out / f"seed{seed}-warm{options.warm_start_steps}"

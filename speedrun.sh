@@ -10,10 +10,12 @@
 # measured on 300 rows held out of train.jsonl. Only then sample.py answers all test problems, four
 # times at temperature 1 and once greedily, with up to 512 tokens, unless --max_tokens is given.
 set -euo pipefail
-if [ $# -lt 2 ]; then
+usage() {
     sed -n '2,7s/^# \{0,1\}//p' "$0"
     exit 2
-fi
+}
+case " $* " in *" --help "* | *" -h "*) usage ;; esac
+[ $# -ge 2 ] || usage
 flag() {    # flag NAME DEFAULT WORDS: the value of --NAME=value or --NAME value among the words
     local name=$1 value=$2
     shift 2
@@ -29,8 +31,15 @@ flag() {    # flag NAME DEFAULT WORDS: the value of --NAME=value or --NAME value
 here=$(dirname "$0") model=$1 data=$2
 shift 2
 out=$(flag out_dir out "$@")
+run=$(flag resume "$out/latest" "$@")
+[ "$run" != latest ] || run=$out/latest
+run=${run/#\~\//$HOME/}
 test_tokens=$(flag max_tokens 512 "$@")
 python=${PYTHON:-python3}
+if ! n_problems=$(grep -c . "$data/test.jsonl"); then
+    echo "error: no test problems in $data/test.jsonl" >&2
+    exit 2
+fi
 
 SECONDS=0
 $python "$here/starter.py" --model_id="$model" --task="$data/train.jsonl" \
@@ -40,11 +49,10 @@ $python "$here/starter.py" --model_id="$model" --task="$data/train.jsonl" \
     --loss_type=dr_grpo --use_std_normalization=False --gradient_checkpointing=False --compile=False "$@"
 minutes=$(awk "BEGIN { printf \"%.1f\", $SECONDS / 60 }")
 
-n_problems=$(grep -c . "$data/test.jsonl")
-$python "$here/sample.py" --model_id="$out/latest/model" --eval_task="$data/test.jsonl" --n_eval="$n_problems" \
-    --max_tokens="$test_tokens" --n_samples=4 | tee "$out/latest/test.txt"
+$python "$here/sample.py" --model_id="$run/model" --eval_task="$data/test.jsonl" --n_eval="$n_problems" \
+    --max_tokens="$test_tokens" --n_samples=4 | tee "$run/test.txt"
 accuracy() {
-    sed -n "s/^accuracy, $1 *//p" "$out/latest/test.txt"
+    sed -n "s/^accuracy, $1 *//p" "$run/test.txt"
 }
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null || echo CPU)
 commit=$(git -C "$here" rev-parse --short HEAD 2> /dev/null || echo unknown)

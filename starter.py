@@ -105,8 +105,6 @@ def on_all_ranks(function, *arguments):
 
 
 def main(argv=None, only_settings=False):
-    global START
-    began, START = START or time.perf_counter(), None  # another run of this process has its own
     # typed: on the command line; given: with the settings of the run to resume
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
     has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
@@ -189,6 +187,8 @@ def main(argv=None, only_settings=False):
     check_settings(cfg, typed)
     if only_settings:
         return cfg
+    global START
+    began, START = START or time.perf_counter(), None  # another run of this process has its own
     rows, eval_rows = on_all_ranks(read_task, cfg)
     if cfg.resume and gather(is_finished(cfg))[0]:
         return report(Path(cfg.resume), cfg)

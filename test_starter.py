@@ -3356,8 +3356,10 @@ def test_the_speedrun_ends_with_a_row_for_the_table(warm_folder, tmp_path):
                         rf"{interval} \| \w+ \| --seed=3 .*\|", run.stdout.splitlines()[-1])
     assert "4 responses to each of 9 held-out problems" in run.stdout
     assert "8 problems, 1 held out" in run.stdout and "50+1=" in run.stdout
-    usage = subprocess.run(["bash", HERE / "speedrun.sh"], capture_output=True, text=True)
-    assert usage.returncode == 2 and "speedrun.sh MODEL DATA" in usage.stdout
+    for words in ([], ["model", ".", "--help"]):
+        usage = subprocess.run(["bash", HERE / "speedrun.sh", *words], capture_output=True,
+                               text=True, cwd=tmp_path)
+        assert usage.returncode == 2 and "speedrun.sh MODEL DATA" in usage.stdout.splitlines()[2]
 
 
 @pytest.mark.parametrize("flags, limit", [([], 512), (["--max_tokens=12"], 12),
@@ -3372,6 +3374,24 @@ def test_the_speedrun_tests_with_the_limit_that_is_asked_for(flags, limit, tmp_p
     assert "sample.py" in test and f"--max_tokens={limit} " in test
 
 
+@pytest.mark.parametrize("flags, tested", [
+    ([], "out/latest"), (["--resume=latest", "--out_dir=a b"], "a b/latest"),
+    (["--resume", "a/0001"], "a/0001"), (["--out_dir=~/b"], "HOME/b/latest")])
+def test_the_speedrun_tests_what_it_trained_and_needs_test_problems_first(flags, tested, tmp_path):
+    tested = tested.replace("HOME", str(tmp_path))
+    (tmp_path / tested).mkdir(parents=True)
+    for problems in ("", "one row\n"):
+        (tmp_path / "test.jsonl").write_text(problems)
+        run = subprocess.run(["bash", HERE / "speedrun.sh", "model", ".", *flags], cwd=tmp_path,
+                             capture_output=True, text=True,
+                             env=os.environ | {"PYTHON": "echo", "HOME": str(tmp_path)})
+        if problems:
+            assert f"--model_id={tested}/model" in run.stdout.splitlines()[1]
+            assert (tmp_path / tested / "test.txt").exists()
+        else:
+            assert (run.returncode, run.stdout) == (2, "") and "no test problems" in run.stderr
+
+
 def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
     run = subprocess.run(
         [sys.executable, HERE / "bench.py", "--size=tiny", f"--model_dir={warm_folder}",
@@ -3382,6 +3402,20 @@ def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
     assert [result["new_tokens"] for result in results] == [4, 8]
     assert all(result["seconds"]["step"] > 0 for result in results)
     assert [path.name for path in tmp_path.iterdir()] == ["lengths.png"], "nothing else is left"
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--sweep=True", "--lengths=4,x"], "lengths"), (["--steps=0"], "steps must be"),
+    (["--n_grpo_steps=5"], "not n_grpo_steps"), (["--soak=3"], "at least 5"),
+    (["--soak=5", "--nonsense=3"], "nonsense"), (["--picture=no/x.png"], "picture needs"),
+    (["--memory=True", "--device=cpu"], "needs a GPU")])
+def test_the_benchmark_refuses_bad_options_in_one_line(words, message, monkeypatch):
+    import bench
+    monkeypatch.setattr(starter.Log, "write", starter.Log.write)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+    with pytest.raises(UserError, match=message):
+        bench.main()
 
 
 def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
@@ -3407,6 +3441,17 @@ def test_the_kl_sweep_measures_and_draws(warm_folder, tmp_path, monkeypatch):
     table = (tmp_path / "assets" / "kl_sweep.md").read_text().splitlines()
     assert len(table) == 2 + 4 and "| start | " in table[2] and "exact" in table[5]
     assert (tmp_path / "assets" / "kl_sweep.png").stat().st_size > 10_000
+    # Another coefficient is another run; another folder leaves assets/ alone.
+    monkeypatch.setattr(sys, "argv", [*arguments, "--steps=1", "--kl_coef=3", "--out_dir=b"])
+    (tmp_path / "out_kl_sweep").rename(tmp_path / "b")
+    kl_sweep.main()
+    kl = [row["kl"] for name, (row,) in json.loads(
+        (tmp_path / "b" / "kl_sweep.json").read_text()).items() if name == "exact at 3"]
+    assert len(kl) == 1 and (tmp_path / "assets" / "kl_sweep.md").read_text().splitlines() == table
+    for wrong in ("--seeds=0", "--skip=k7"):
+        monkeypatch.setattr(sys, "argv", [*arguments, wrong])
+        with pytest.raises(UserError, match="--seeds: at least 1; --skip: some of exact"):
+            kl_sweep.main()
 
 
 def test_the_toys_print_what_kl_md_says(monkeypatch, capsys):

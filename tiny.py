@@ -92,6 +92,8 @@ def warm_start(model, tokenizer, examples, steps, lr=4e-3):
 def main(folder="tiny", examples=countdown_examples, steps=300, new_tokens=(), seed=42,
          chat_template=ONE_TURN):
     """Write a tiny model that was warm-started on examples(step)."""
+    if Path(folder).is_file():
+        raise starter.UserError(f"{folder} is a file: a folder of this name is to be made")
     print(f"making the tiny model in {folder}/ (once, about two minutes)", flush=True)
     torch.use_deterministic_algorithms(True)
     with starter.written_whole(Path(folder)) as temporary:  # first: can it be written?
@@ -113,6 +115,7 @@ def has_gpu():
 def train_example(name, rows, settings, tiny_settings, examples, steps, **options):
     """Train on these rows: a real model on a GPU, otherwise one of main(), made on first use."""
     given = starter.read_arguments(sys.argv[1:])
+    starter.override(starter.main([], only_settings=True), given)  # is one misspelled?
     data, model_id = Path(f"out/{name}.jsonl"), f"out/tiny_{name}"
     with starter.written_whole(data) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,4 +131,6 @@ def train_example(name, rows, settings, tiny_settings, examples, steps, **option
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("error: tiny.py takes no arguments; it writes the folder tiny/")
     starter.run(main)

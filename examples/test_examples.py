@@ -377,6 +377,17 @@ def play(texts, tokenizer=None, step=3, **changes):
     return responses, shown, rewards, llm.seeds
 
 
+def test_a_misspelled_setting_is_noticed_before_a_model_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["guess.py", "--lrr=1"])
+    with pytest.raises(UserError, match="no hyperparameter lrr"):
+        tiny.train_example("guess", [], {}, {}, None, 1)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "tiny").touch()
+    with pytest.raises(UserError, match="tiny is a file"):
+        tiny.main()
+
+
 @pytest.mark.parametrize("new_tokens, end, result", [
     ([], "</calc>", "= 6"), (["</calc>="], "</calc>=", " 6"), ([">=", "=>"], "</calc>=", " 6"),
     (["c>= "], "</calc>= ", " 6"), ([">,"], "</calc>,", "= 6"), (["3</calc>"], "</calc>", "= 6")])
