@@ -282,7 +282,7 @@ def memory():
     return rows
 
 
-def soak(n_steps, given, folder):
+def soak(n_steps, flags, folder):
     """A long run, watched: memory of this process, its open files, the time of a step."""
     rows, write = [], starter.Log.write
 
@@ -293,8 +293,6 @@ def soak(n_steps, given, folder):
                      len(os.listdir("/proc/self/fd")), metrics.get("time/step", 0.0)))
 
     starter.Log.write = write_and_watch
-    settings = {"model_id": "tiny", "kl": "True"} | given
-    flags = [f"--{SHORT_NAMES.get(name, name)}={value}" for name, value in settings.items()]
     starter.main([f"--n_grpo_steps={n_steps}", f"--out_dir={folder}/out", *flags])
     fifth, result = len(rows) // 5, {"20-40 %": {}, "80-100 %": {}, "growth": {}}
     for name, values in zip(("memory_mib", "open_files", "step_seconds"), zip(*rows)):
@@ -316,16 +314,18 @@ def main():
         trl_microbatch=128 if is_tiny else 16, sweep=False, picture="", memory=False, soak=0,
         lengths="32,128,512" if is_tiny else "256,1024,4096,8192")
     starter.override(options, {name: given[name] for name in vars(options) if name in given})
-    all_choices = {"size": ["tiny", *SIZES, *PAIR], "peer": ["", "trl", "trl_alone"]}
-    for name, choices in all_choices.items():
-        if getattr(options, name) not in choices:
-            raise starter.UserError(f"{name} must be one of {choices}")
     # All other names are the trainer's. On a CPU starting vLLM takes longer than the measurement.
-    settings = {"vllm": str(is_cuda or options.bare)} | given
+    defaults = {"vllm": str(is_cuda or options.bare)}
+    if options.soak:
+        defaults = {"model_id": "tiny", "kl": "True"}
+    settings = defaults | given
     flags = [f"--{SHORT_NAMES.get(name, name)}={value}" for name, value in settings.items()
              if name not in vars(options)]
     lengths = options.lengths.split(",") if options.sweep else [str(options.new_tokens)]
-    rules = {"lengths must be numbers with commas": all(map(str.isdecimal, lengths)),
+    sizes, peers = ["tiny", *SIZES, *PAIR], ["", "trl", "trl_alone"]
+    rules = {f"size must be one of {sizes}": size in sizes,
+             f"peer must be one of {peers}": options.peer in peers,
+             "lengths must be numbers with commas": all(map(str.isdecimal, lengths)),
              "steps must be at least 1": options.steps > 0,
              "set steps, not n_grpo_steps": "n_grpo_steps" not in given,
              "soak must be at least 5": options.soak == 0 or options.soak >= 5,
@@ -343,8 +343,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         options.model_dir = options.model_dir or f"{folder}/model"
         if options.soak:
-            others = {name: given[name] for name in given if name not in vars(options)}
-            result["soak"] = soak(options.soak, others, folder)
+            result["soak"] = soak(options.soak, flags, folder)
         elif options.memory:
             result["memory"] = memory()
         elif options.peer == "trl":

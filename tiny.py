@@ -115,7 +115,8 @@ def has_gpu():
 def train_example(name, rows, settings, tiny_settings, examples, steps, **options):
     """Train on these rows: a real model on a GPU, otherwise one of main(), made on first use."""
     given = starter.read_arguments(sys.argv[1:])
-    starter.override(starter.main([], only_settings=True), given)  # is one misspelled?
+    device = [f"--device={given['device']}"] if "device" in given else []
+    starter.override(starter.main(device, only_settings=True), given)  # is one misspelled?
     data, model_id = Path(f"out/{name}.jsonl"), f"out/tiny_{name}"
     with starter.written_whole(data) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
