@@ -1805,6 +1805,7 @@ def report(folder, cfg):
         return
     rows = read_rows(folder / "metrics.jsonl")
     first, *later = [row for row in rows if "eval/accuracy" in row] or [None]
+    model = "model"
     if first:
         print(f"\nHeld-out accuracy, sampled: {first['eval/accuracy']:.1%}", end="")
     if later:
@@ -1813,9 +1814,10 @@ def report(folder, cfg):
         print(f" -> {accuracy:.1%} at step {last['step']}", end="")
         is_better = best["eval/accuracy"] > accuracy + last.get("eval/margin", 0.0)
         if is_better and (folder / "best").exists():
+            model = "best"
             print(f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/", end="")
     name = shlex.quote(str(folder))
-    print(f"\n  try it    python sample.py --model_id={name}/model\n"
+    print(f"\n  try it    python sample.py --model_id={name}/{model}\n"
           f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
     if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
         print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}")

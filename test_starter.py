@@ -1928,8 +1928,11 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     assert "sampled: 25.0%\n" in report(0.25, None), "one evaluation is not a result"
     assert "-> 50.0% at step 2\n" in report(0.7, 0.65, 0.5), "the start was better: no best/"
     (tmp_path / "best").mkdir()
-    assert "-> 50.0% at step 2, 65.0% at step 1: use best/\n" in report(0.25, 0.65, 0.5)
-    assert "use best/" not in report(0.25, 0.55, 0.5), "within the interval"
+    text = report(0.25, 0.65, 0.5)
+    assert "-> 50.0% at step 2, 65.0% at step 1: use best/\n" in text
+    assert f"--model_id={tmp_path}/best\n" in text
+    text = report(0.25, 0.55, 0.5)
+    assert "use best/" not in text and f"--model_id={tmp_path}/model\n" in text, "in the interval"
     assert "use best/" in report(0.25, 0.55, 0.5, margin=0.03)
     (tmp_path / "checkpoint").mkdir()
     assert f"--resume={tmp_path}\n" in report(0.25, None)
