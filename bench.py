@@ -9,8 +9,11 @@
     python bench.py --memory=True                     peak memory, 0.6b to 8b, with vLLM
     python bench.py --soak=500                        do memory and step time stay the same?
 
-Every step is one of starter.main(), with responses of exactly new_tokens tokens. All settings of
-starter.py can be given, too. --model_dir keeps the model. The last line is one JSON object."""
+The work: --prompts=16 --group=8 --prompt_tokens=128 --new_tokens=256 --steps=5 --warmup=2; in a
+sweep --lengths=256,1024. --kl, --checkpointing, --vllm and --sleep are short for use_kl_penalty,
+gradient_checkpointing, use_vllm and vllm_sleep; all other settings of starter.py can be given, too.
+Every step is one of starter.main(), with responses of exactly new_tokens tokens. --model_dir keeps
+the model. The last line is one JSON object."""
 import starter  # first: it answers --help before the slow imports
 import functools, gc, importlib.util, json, os, random, statistics, subprocess, sys, tempfile
 from collections import Counter
@@ -328,6 +331,9 @@ def main():
              "lengths must be numbers with commas": all(map(str.isdecimal, lengths)),
              "steps must be at least 1": options.steps > 0,
              "set steps, not n_grpo_steps": "n_grpo_steps" not in given,
+             "set prompts, group and new_tokens, not rollout_batch_size, group_size and max_tokens":
+                 options.soak or given.keys().isdisjoint(
+                     ["rollout_batch_size", "group_size", "max_tokens"]),
              "soak must be at least 5": options.soak == 0 or options.soak >= 5,
              "memory needs a GPU": is_cuda or not options.memory,
              "TRL is not installed: pip install trl==1.16":

@@ -3,7 +3,7 @@
 #
 #     bash speedrun.sh MODEL DATA [--seed=1 ...]
 #
-# MODEL is a folder or a hub name, such as Qwen/Qwen2.5-1.5B-Instruct. DATA is a folder with GSM8K's
+# MODEL is a folder or a hub name, such as Qwen/Qwen2.5-Coder-1.5B-Instruct. DATA is a folder with GSM8K's
 # train.jsonl and test.jsonl (github.com/openai/grade-school-math). Whatever follows is for starter.py.
 #
 # The clock counts everything from the start of starter.py to the saved model. While it trains, it is

@@ -126,7 +126,7 @@ def main(argv=None, only_settings=False):
         max_minutes=0.0,  # 0: no limit
         eval_every=20,  # steps
         n_eval=400,  # held-out problems
-        save_every=50,  # steps between checkpoints; 0: only on Ctrl-C
+        save_every=50,  # steps between checkpoints; 0: only on Ctrl-C or an error in reward_fn
         # task
         task="countdown",  # or a JSONL file
         eval_task="",  # another JSONL file; else rows of task are held out

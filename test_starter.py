@@ -3409,7 +3409,8 @@ def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (["--sweep=True", "--lengths=4,x"], "lengths"), (["--steps=0"], "steps must be"),
-    (["--n_grpo_steps=5"], "not n_grpo_steps"), (["--soak=3"], "at least 5"),
+    (["--n_grpo_steps=5"], "not n_grpo_steps"), (["--group_size=4"], "set prompts, group"),
+    (["--soak=3"], "at least 5"),
     (["--soak=5", "--nonsense=3"], "nonsense"), (["--picture=no/x.png"], "picture needs"),
     (["--memory=True", "--device=cpu"], "needs a GPU")])
 def test_the_benchmark_refuses_bad_options_in_one_line(words, message, monkeypatch):
