@@ -55,7 +55,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
-                          AutoModelForMultimodalLM, AutoTokenizer, DynamicCache)
+                          AutoModelForMultimodalLM, AutoTokenizer, DynamicCache,
+                          GenerationConfig)
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -198,6 +199,7 @@ def main(argv=None, only_settings=False):
     policy, tokenizer = on_all_ranks(init_policy, cfg.model_id, cfg.device,
                                      cfg.gradient_checkpointing)
     task = Task(cfg, rows, eval_rows, tokenizer)
+    check_prompt_ids(task, policy)
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
     layout = "packed" if policy.layout is pack else "padded (slower)"
     print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}, rows {layout}")
@@ -208,10 +210,12 @@ def main(argv=None, only_settings=False):
     ref_model = make_reference(policy, cfg) if kl_coef else None
     compile_and_shard(policy, cfg)
     llm = init_vllm(policy, cfg)
-    folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0])
+    folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0]).absolute()
     with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
         train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
         save_model(policy, tokenizer, folder / "model")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     report(folder, cfg)
 
 
@@ -460,7 +464,9 @@ def errors_shown(name, text):
     """A mistake in the user's function shows its line and the text."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # the latter by exit() in code that it runs
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # exit() in code that it runs, a cancelled task
         wrong = UserError(f"{name}: {error!r} for the response {text[:300]!r}")
         places = traceback.format_tb(error.__traceback__.tb_next.tb_next)  # not in this file
         wrong.add_note("".join(places))
@@ -541,10 +547,13 @@ def read_row(row, template):
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not an object with prompt and answer")
     json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN
-    answer = str(row.get("answer")).rpartition("####")[2].strip()
+    answer = str(row.get("answer")).strip()
+    last = answer.rpartition("####")[2].strip()
+    answer = answer if "\n" in last else last  # GSM8K's last line, not a heading
     if not answer or type(row.get("answer")) not in (str, int, float):
         raise ValueError(f"answer must be a text or a number; the fields are {', '.join(row)}")
-    prompt = row["prompt"] if "prompt" in row else fill(template, row)
+    fields = {name: value for name, value in row.items() if value is not None}
+    prompt = row["prompt"] if "prompt" in row else fill(template, fields)
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         texts = ["".join(turn["content"] for turn in turns), *(turn["role"] for turn in turns)]
@@ -614,6 +623,14 @@ class Task:
         if TURN_ENDS and not ids:
             raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
         return ids
+
+
+def check_prompt_ids(task, policy):
+    n_tokens = policy.model.get_input_embeddings().num_embeddings
+    for row in task.held_out + task.training:
+        if (last_id := max(row["prompt_ids"], default=0)) >= n_tokens:
+            raise UserError(f"{task.tokenizer.decode([last_id])!r} in the prompts is not in the "
+                            f"model, which has {n_tokens} tokens: resize its embeddings")
 
 
 def identity(row):
@@ -1187,7 +1204,8 @@ def init_sampling_params(cfg, n, stop_ids):
     """-> arguments of vllm.SamplingParams. logprobs=0: of the sampled token only"""
     return {"n": n, "temperature": cfg.temperature, "min_tokens": cfg.min_tokens,
             "max_tokens": cfg.max_tokens, "stop_token_ids": stop_ids, "logprobs": 0,
-            "flat_logprobs": True, "detokenize": False}
+            "flat_logprobs": True, "detokenize": False,
+            "ignore_eos": True}  # stop_ids has all that end a response
 
 
 def collect(llm, task, params, cfg, state, seconds):
@@ -1886,13 +1904,26 @@ def written_whole(path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def generation_config_of(policy):
+    """The model's own with the end tokens of training, or a plain one if it cannot be saved"""
+    own = copy.deepcopy(policy.model.generation_config)
+    own.eos_token_id = policy.stop_ids or None
+    own.temperature = own.temperature or None  # 0 means greedy, which do_sample says
+    sampled = copy.deepcopy(own)
+    sampled.do_sample = True  # a temperature without it cannot be saved
+    for config in own, sampled:
+        with contextlib.suppress(ValueError):
+            config.validate(strict=True)
+            return config
+    return GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+
+
 def save_model(policy, tokenizer, folder):
     """For transformers and vLLM, LoRA merged"""
     config, dtype = copy.deepcopy(policy.model.config), policy.compute_dtype
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    shell.generation_config = copy.deepcopy(policy.model.generation_config)
-    shell.generation_config.do_sample = True  # a temperature without it cannot be saved
+    shell.generation_config = generation_config_of(policy)
     tied = "lm_head.weight" if config.tie_word_embeddings else None
     # All ranks go through the loop: full_weights() gathers.
     weights = {name: weight.detach().to("cpu", dtype) for name, weight in full_weights(policy)

@@ -1,8 +1,8 @@
 """The full test suite, in the order of starter.py's sections: make test
 
 It takes about five minutes on two cores, with the real vLLM if it is installed."""
-import ast, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math, os
-import random, re, runpy, shutil, signal, socket, subprocess, sys, threading, time, zlib
+import ast, asyncio, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math
+import os, random, re, runpy, shutil, signal, socket, subprocess, sys, threading, time, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,12 +416,14 @@ def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
     lines = ['\ufeff{"question": "2+3", "answer": 5}', "",
              '{"prompt": "7?", "answer": "so\\n#### 7"}',
              '{"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "8?"}], '
-             '"answer": 8.5, "source": "book"}']
+             '"answer": 8.5, "source": "book"}',
+             '{"prompt": "9?", "answer": "# A\\n#### B\\nb\\n#### C\\nc"}']
     path.write_text("\n".join(lines), encoding="utf-8")
     rows = starter.read_jsonl(path, settings_of())
     assert [row["prompt"] for row in rows] == ["2+3=", "7?", [
-        {"role": "system", "content": ""}, {"role": "user", "content": "8?"}]]
-    assert [row["answer"] for row in rows] == ["5", "7", "8.5"] and rows[2]["source"] == "book"
+        {"role": "system", "content": ""}, {"role": "user", "content": "8?"}], "9?"]
+    answers = ["5", "7", "8.5", "# A\n#### B\nb\n#### C\nc"]  # the last has headings
+    assert [row["answer"] for row in rows] == answers and rows[2]["source"] == "book"
     problem = starter.make_problem(countdown(n_numbers=2), 0, 0)
     assert problem["prompt"] == "{} {}={}:".format(*problem["numbers"], problem["target"])
 
@@ -667,6 +669,7 @@ def test_only_the_operations_of_the_problem_may_be_used():
 @pytest.mark.parametrize("row, words", [
     ('{"input": "2+3", "answer": 5}', ["line 1", "input, answer", "KeyError('question')"]),
     ('[{"question": "2+3", "answer": 5}]', ["line 1", "a list, not an object with prompt"]),
+    ('{"question": null, "answer": 5}', ["line 1", "KeyError('question')"]),
     ('{"question": "2+3", "output": 5}', ["answer must be", "the fields are question, output"]),
     ('{"prompt": 5, "answer": 5}', ["prompt must be a text, or chat messages with role"]),
     ('{"prompt": ["2+3"], "answer": 5}', ["prompt must be a text, or chat messages with role"]),
@@ -681,7 +684,7 @@ def test_errors_in_data_say_what_is_expected(tmp_path, row, words):
 
 
 @pytest.mark.parametrize("vocabulary, stop_ids", [(300, [256, 260]), (260, [256])])
-def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, vocabulary, stop_ids):
+def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, tmp_path, vocabulary, stop_ids):
     """As in Qwen2.5, where <|im_end|> closes turns and <|endoftext|> is the end of a text"""
     folder = save_folder(chat_template=CHAT.replace("<|end|>", "<|im_end|>"), vocab_size=vocabulary)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -692,6 +695,37 @@ def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, vocabulary, stop
     assert policy.stop_ids == stop_ids, "without those that the model does not have"
     policy.model.generation_config.eos_token_id = [7, 999]
     assert starter.find_stop_ids(policy.model, tokenizer) == [7, *stop_ids]
+    starter.save_model(policy, tokenizer, tmp_path / "model")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert saved.generation_config.eos_token_id == stop_ids, "it ends where it was trained to"
+
+
+@pytest.mark.parametrize("changes, is_sampled, kept", [
+    ({"do_sample": True, "temperature": 0.7}, True, {"temperature": 0.7}),
+    ({"temperature": 0.7}, True, {"temperature": 0.7}), ({"pad_token_id": -1}, False, {}),
+    ({"temperature": 0.0}, False, {"temperature": None}),
+    ({"early_stopping": True}, False, {"early_stopping": None}),
+    ({"repetition_penalty": 1.1}, False, {"repetition_penalty": 1.1})])
+def test_every_generation_config_that_loads_is_saved(save_folder, tmp_path, changes, is_sampled,
+                                                     kept):
+    folder = save_folder()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 256} | changes))
+    policy, tokenizer = starter.init_policy(str(folder))
+    starter.save_model(policy, tokenizer, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    config = model.generation_config
+    assert bool(config.do_sample) == is_sampled and config.eos_token_id == [256]
+    assert {name: getattr(config, name) for name in kept} == kept
+    model.generate(torch.tensor([[65, 66]]), max_new_tokens=2)
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_have_is_one_line(save_folder, run_main):
+    folder = save_folder(chat_template=CHAT.replace("<|end|>", "<|im_end|>"), vocab_size=260)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match="<.im_end.>' in the prompts is not in the model.* 260"):
+        run_main(f"--model_id={folder}", "--max_prompt_tokens=400")
 
 
 # ---- 2. Policy -------------------------------------------------------------------------------
@@ -1191,6 +1225,17 @@ def engine():
 @needs_vllm
 def test_vllm_agrees_with_the_trainer_before_and_after_a_sync_and_not_without(engine):
     check_sampler(*engine)
+
+
+@needs_vllm
+def test_only_the_stop_ids_end_a_response_of_vllm(engine):
+    """Not the end token of config.json, if generation_config.json has another one"""
+    policy, llm = engine
+    for sampler in llm, starter.TorchSampler(policy):
+        responses = starter.rollout_with_vllm(sampler, PROMPTS, PARAMS | {"stop_token_ids": []},
+                                              0, 0)
+        assert {len(response.ids) for response in responses} == {PARAMS["max_tokens"]}
+        assert any(256 in response.ids[:-1] for response in responses)
 
 
 @needs_vllm
@@ -2056,6 +2101,24 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
         time.sleep(1)
 
 
+def test_a_script_gets_its_signals_back(run_main):
+    run_main("--n_grpo_steps=1")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_reward_may_change_the_working_folder(warm_folder, tmp_path, monkeypatch):
+    def reward_fn(text, problem):
+        os.chdir("/")
+        return letters(text, problem)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starter, "reward_fn", reward_fn)
+    starter.main([f"--model_id={warm_folder}", *SMALL, "--n_grpo_steps=2", "--save_every=1"])
+    assert len(rows_of(tmp_path / "out" / "latest")) == 3
+    assert (tmp_path / "out" / "latest" / "model").exists()
+
+
 def test_a_child_of_the_reward_can_be_terminated():
     starter.catch_signals()
     read, write = os.pipe()
@@ -2193,21 +2256,22 @@ def test_half_written_files_are_removed(run_main, monkeypatch):
     assert rows_of(folder)[-1]["step"] == 2
 
 
-@pytest.mark.parametrize("n_calls, step", [(20, 0), (44, 2), (60, 2)])
-def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_calls, step):
+@pytest.mark.parametrize("n_calls, step, error", [
+    (20, 0, KeyError), (44, 2, asyncio.CancelledError), (60, 2, KeyError)])
+def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_calls, step, error):
     """8 calls in an evaluation, 16 in a step: in step 1, in the evaluation of step 2, in step 3"""
     arguments, calls = ["--reward_truncated", "--save_every=0"], []
 
     def failing(text, problem):
         calls.append(text)
         if len(calls) == n_calls:
-            raise KeyError("answer")
+            raise error("answer")
         return letters(text, problem)
 
     monkeypatch.setattr(starter, "reward_fn", letters)
     whole = run_main(*arguments, out="whole")
     monkeypatch.setattr(starter, "reward_fn", failing)
-    with pytest.raises(UserError, match="reward_fn: KeyError.* for the response"):
+    with pytest.raises(UserError, match=f"reward_fn: {error.__name__}.* for the response"):
         run_main(*arguments)
     folder = whole.parents[1] / "out" / whole.name
     assert os.listdir(folder / "checkpoint") == [f"step_{step:08d}.pt"]
@@ -3166,7 +3230,7 @@ def test_the_last_line_on_the_screen_is_the_result(warm_folder, tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert run.returncode == 0 and re.search(
         r"^Held-out accuracy, sampled: .*% -> .*% at step 1\n  try it    python sample.py .*\n"
-        r"  curves    tensorboard --logdir out/tb\n\Z", run.stdout, re.M), run.stdout
+        r"  curves    tensorboard --logdir /.*/out/tb\n\Z", run.stdout, re.M), run.stdout
     assert run.stdout.startswith("=== All Tests Passed! ===\nloading "), "and no warnings before"
 
 
