@@ -1231,9 +1231,9 @@ def test_vllm_agrees_with_the_trainer_before_and_after_a_sync_and_not_without(en
 def test_only_the_stop_ids_end_a_response_of_vllm(engine):
     """Not the end token of config.json, if generation_config.json has another one"""
     policy, llm = engine
+    params = PARAMS | {"n": 64, "stop_token_ids": []}
     for sampler in llm, starter.TorchSampler(policy):
-        responses = starter.rollout_with_vllm(sampler, PROMPTS, PARAMS | {"stop_token_ids": []},
-                                              0, 0)
+        responses = starter.rollout_with_vllm(sampler, PROMPTS, params, 0, 0)
         assert {len(response.ids) for response in responses} == {PARAMS["max_tokens"]}
         assert any(256 in response.ids[:-1] for response in responses)
 
