@@ -63,10 +63,11 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def print(*words, **options):
-    """At once. If nobody reads any more, as Ctrl-C ends `| tee log`, too, the run goes on."""
+    """At once. If nobody reads any more (Ctrl-C also ends `| tee log`; a terminal is closed), the
+    run goes on."""
     try:
         builtins.print(*words, **options, flush=True)
-    except BrokenPipeError:
+    except OSError:
         sys.stdout = open(os.devnull, "w")
 
 
@@ -211,11 +212,13 @@ def main(argv=None, only_settings=False):
     compile_and_shard(policy, cfg)
     llm = init_vllm(policy, cfg)
     folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0]).absolute()
-    with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
-        train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
-        save_model(policy, tokenizer, folder / "model")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
+            train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
+            save_model(policy, tokenizer, folder / "model")
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     report(folder, cfg)
 
 
@@ -1779,6 +1782,8 @@ class Log:
         with written_whole(self.folder / "config.json") as temporary:
             temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1))
         step = saved["state"]["step"] if saved else -1
+        if saved and saved["state"].get("unmeasured"):
+            step -= 1  # its row is written after its evaluation
         for name in ("samples.jsonl", "metrics.jsonl"):
             rows = [row for row in read_rows(self.folder / name) if row["step"] <= step]
             with written_whole(self.folder / name) as temporary:  # later steps are repeated
@@ -1949,8 +1954,10 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
     if RANK == 0:
         with written_whole(folder / f"checkpoint/step_{state.step:08d}.pt") as path:
             torch.save(saved, path)
-        for old in sorted(checkpoints(folder), key=os.path.getmtime)[:-2]:
-            old.unlink()
+        steps = {path: int(path.stem[5:]) for path in checkpoints(folder)}
+        kept = [path for path, step in steps.items() if step <= state.step][-2:]
+        for path in steps.keys() - set(kept):  # later ones could not be read
+            path.unlink()
 
 
 def checkpoints(folder):

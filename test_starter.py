@@ -2101,10 +2101,34 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
         time.sleep(1)
 
 
-def test_a_script_gets_its_signals_back(run_main):
+def test_a_script_gets_its_signals_back(run_main, monkeypatch):
+    def handlers():
+        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
     run_main("--n_grpo_steps=1")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert handlers() == (signal.default_int_handler, signal.SIG_DFL)
+    monkeypatch.setattr(starter, "reward_fn", lambda *rest: 1 / 0)
+    with pytest.raises(UserError):
+        run_main("--n_grpo_steps=1")
+    assert handlers() == (signal.default_int_handler, signal.SIG_DFL)
+
+
+def test_the_newest_checkpoints_are_kept_if_the_clock_was_set_back(run_main):
+    folder = run_main("--n_grpo_steps=2", "--save_every=1")
+    for path in starter.checkpoints(folder):
+        os.utime(path, (time.time() + 3600,) * 2)
+    starter.main([f"--resume={folder}", "--n_grpo_steps=3"])
+    assert [path.stem for path in starter.checkpoints(folder)] == ["step_00000002", "step_00000003"]
+
+
+def test_a_run_goes_on_without_its_terminal(monkeypatch):
+    def hung_up(*words, **options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr("builtins.print", hung_up)
+    starter.print("Step 1")
+    assert sys.stdout.name == os.devnull
 
 
 def test_the_reward_may_change_the_working_folder(warm_folder, tmp_path, monkeypatch):
@@ -2276,6 +2300,12 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_
     folder = whole.parents[1] / "out" / whole.name
     assert os.listdir(folder / "checkpoint") == [f"step_{step:08d}.pt"]
     assert rows_of(folder)[-1]["step"] == (1 if n_calls == 44 else step)  # 2 is not measured yet
+    if n_calls == 44:  # killed after the evaluation, before the checkpoint
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(starter, "save_checkpoint", lambda *parts: signal.raise_signal(2))
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            patch.setattr(starter, "catch_signals", list)
+            starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
     for _ in range(2):  # the evaluation is repeated once
         starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
         shutil.rmtree(folder / "model")
