@@ -1952,11 +1952,12 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
     if state.ref_step and ref_model:
         saved["ref"] = state_dicts.get_model_state_dict(ref_model, options=WHOLE)
     if RANK == 0:
-        with written_whole(folder / f"checkpoint/step_{state.step:08d}.pt") as path:
+        newest = folder / f"checkpoint/step_{state.step:08d}.pt"
+        with written_whole(newest) as path:
             torch.save(saved, path)
-        steps = {path: int(path.stem[5:]) for path in checkpoints(folder)}
-        kept = [path for path, step in steps.items() if step <= state.step][-2:]
-        for path in steps.keys() - set(kept):  # later ones could not be read
+        paths = checkpoints(folder)
+        kept = [path for path in paths if path <= newest][-2:]
+        for path in set(paths) - set(kept):  # later ones could not be read
             path.unlink()
 
 

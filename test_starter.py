@@ -683,13 +683,23 @@ def test_errors_in_data_say_what_is_expected(tmp_path, row, words):
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
+@pytest.fixture
+def save_chatml(save_folder):
+    """-> function that writes a model folder; its turns are closed by an added token, 260"""
+    def save(vocabulary):
+        folder = save_folder(chat_template=CHAT.replace("<|end|>", "<|im_end|>"),
+                             vocab_size=vocabulary)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+        tokenizer.save_pretrained(folder)
+        return folder
+    return save
+
+
 @pytest.mark.parametrize("vocabulary, stop_ids", [(300, [256, 260]), (260, [256])])
-def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, tmp_path, vocabulary, stop_ids):
+def test_the_token_that_closes_a_turn_is_a_stop_id(save_chatml, tmp_path, vocabulary, stop_ids):
     """As in Qwen2.5, where <|im_end|> closes turns and <|endoftext|> is the end of a text"""
-    folder = save_folder(chat_template=CHAT.replace("<|end|>", "<|im_end|>"), vocab_size=vocabulary)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
-    tokenizer.save_pretrained(folder)
+    folder = save_chatml(vocabulary)
     policy, tokenizer = starter.init_policy(str(folder))
     assert tokenizer.eos_token_id == 256 and tokenizer.convert_tokens_to_ids("<|im_end|>") == 260
     assert policy.stop_ids == stop_ids, "without those that the model does not have"
@@ -719,11 +729,8 @@ def test_every_generation_config_that_loads_is_saved(save_folder, tmp_path, chan
     model.generate(torch.tensor([[65, 66]]), max_new_tokens=2)
 
 
-def test_a_prompt_with_a_token_that_the_model_does_not_have_is_one_line(save_folder, run_main):
-    folder = save_folder(chat_template=CHAT.replace("<|end|>", "<|im_end|>"), vocab_size=260)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
-    tokenizer.save_pretrained(folder)
+def test_a_prompt_with_a_token_that_the_model_does_not_have_is_one_line(save_chatml, run_main):
+    folder = save_chatml(260)
     with pytest.raises(UserError, match="<.im_end.>' in the prompts is not in the model.* 260"):
         run_main(f"--model_id={folder}", "--max_prompt_tokens=400")
 
@@ -2292,6 +2299,9 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_
             raise error("answer")
         return letters(text, problem)
 
+    def kill(*parts):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(starter, "reward_fn", letters)
     whole = run_main(*arguments, out="whole")
     monkeypatch.setattr(starter, "reward_fn", failing)
@@ -2302,9 +2312,7 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_
     assert rows_of(folder)[-1]["step"] == (1 if n_calls == 44 else step)  # 2 is not measured yet
     if n_calls == 44:  # killed after the evaluation, before the checkpoint
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(starter, "save_checkpoint", lambda *parts: signal.raise_signal(2))
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            patch.setattr(starter, "catch_signals", list)
+            patch.setattr(starter, "save_checkpoint", kill)
             starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
     for _ in range(2):  # the evaluation is repeated once
         starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
