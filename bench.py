@@ -183,7 +183,9 @@ def summary(steps, length, rate, bench):
         "us_per_response_token": {name: seconds[name] / n_response_tokens * 1e6
                                   for name in ("step", "rollout", "forward_backward")},
         "matmul_tflops": rate / 1e12, "forward_backward_utilisation": flops_per_s / rate,
-        "peak_gib": peak, "peak_without_engine_gib": peak - bench.engine / 2**30}
+        "peak_gib": peak, "peak_without_engine_gib": peak - bench.engine / 2**30,
+        **{name.removeprefix("rollout/"): max(step[name] for step in steps)
+           for name in steps[-1] if name.startswith("rollout/")}}  # gap between sampler and trainer
 
 
 def flops(model, options, length):
