@@ -102,7 +102,7 @@ class Bench:
 
     def rollout_with_vllm(self, llm, prompts, params, *args):
         length = self.lengths.pop(0)
-        params = params | {"min_tokens": length, "max_tokens": length}
+        params = params | {"max_tokens": length, "stop_token_ids": []}
         self.last_rollout = llm, prompts, params
         if self.options.rollout:
             responses = self.original.rollout_with_vllm(llm, prompts, params, *args)
@@ -154,8 +154,8 @@ def measure(options, flags, folder):
         f"--model_id={options.model_dir}", f"--task={folder}/task.jsonl",
         f"--out_dir={folder}/out", f"--n_grpo_steps={len(bench.lengths)}", "--n_eval=1",
         f"--rollout_batch_size={options.prompts * options.group}", f"--group_size={options.group}",
-        f"--max_prompt_tokens={options.prompt_tokens}", f"--min_tokens={longest}",
-        f"--max_tokens={longest}", "--save_every=0", "--reward_truncated=True", *flags])
+        f"--max_prompt_tokens={options.prompt_tokens}", f"--max_tokens={longest}",
+        "--save_every=0", "--reward_truncated=True", *flags])
     run = Path(folder, "out", "latest")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     results = []
