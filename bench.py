@@ -163,13 +163,15 @@ def measure(options, flags, folder):
         del steps[:options.warmup + (not results)]  # the first row is an evaluation
         results.append(summary(steps[:options.steps], length, rate, bench))
         del steps[:options.steps]
-    print(f"medians of {options.steps} steps: {json.dumps(results, indent=1)}")
+    print(f"medians: {json.dumps(results, indent=1)}")
     return results, json.loads((run / "config.json").read_text())
 
 
 def summary(steps, length, rate, bench):
     """Medians over steps with responses of this length"""
     options = bench.options
+    if not steps:
+        raise starter.RunFailed(f"stopped before a step with {length} tokens was measured")
     n_response_tokens = options.prompts * options.group * length
     seconds = {name.removeprefix("time/"): statistics.median(step[name] for step in steps)
                for name in steps[-1] if name.startswith("time/") and name != "time/minutes"}
@@ -177,7 +179,8 @@ def summary(steps, length, rate, bench):
     flops_per_s = flops(bench.policy.model, options, length) / seconds["forward_backward"]
     peak = max(step["peak_gib"] for step in steps)
     return {
-        "new_tokens": round(steps[-1]["train/avg_output_tokens"]), "seconds": seconds,
+        "new_tokens": round(steps[-1]["train/avg_output_tokens"]), "steps": len(steps),
+        "seconds": seconds,
         "rollout_tokens_per_s": n_response_tokens / seconds["rollout"],
         "slowest_to_fastest_rollout": max(rollouts) / min(rollouts),
         "us_per_response_token": {name: seconds[name] / n_response_tokens * 1e6

@@ -149,7 +149,7 @@ def main(argv=None, only_settings=False):
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep=False,  # free it during the update
         # update
-        lr=4e-6,
+        lr=2e-6,
         warmup_steps=10,  # lr rises linearly
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over each batch

@@ -3504,7 +3504,7 @@ def test_the_benchmark_ends_with_its_result(warm_folder, tmp_path):
          "--picture=lengths.png"], capture_output=True, text=True, cwd=tmp_path, timeout=400)
     assert run.returncode == 0, run.stderr
     results = json.loads(run.stdout.strip().splitlines()[-1])["sweep"]
-    assert [result["new_tokens"] for result in results] == [4, 8]
+    assert [(result["new_tokens"], result["steps"]) for result in results] == [(4, 1), (8, 1)]
     assert all(result["seconds"]["step"] > 0 for result in results)
     assert all(0 < result["logp_gap_mean"] < 1e-3 for result in results), "sampler and trainer"
     assert [path.name for path in tmp_path.iterdir()] == ["lengths.png"], "nothing else is left"
