@@ -32,7 +32,7 @@ here=$(dirname "$0") model=$1 data=$2
 shift 2
 out=$(flag out_dir out "$@")
 run=$(flag resume "$out/latest" "$@")
-[ "$run" != latest ] || run=$out/latest
+case $run in latest | "" | --*) run=$out/latest ;; esac    # also for a bare --resume
 run=${run/#\~\//$HOME/}
 test_tokens=$(flag max_tokens 512 "$@")
 python=${PYTHON:-python3}

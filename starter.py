@@ -538,6 +538,9 @@ def read_jsonl(path, cfg):
         try:
             if line.strip():
                 rows.append(read_row(json.loads(line), cfg.prompt))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: {error.msg}. A JSONL file has an object in "
+                            "each line") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: {error}") from None
     if not rows:
@@ -573,6 +576,8 @@ class Task:
 
     def __init__(self, cfg, rows, eval_rows, tokenizer):
         self.cfg, self.tokenizer = cfg, tokenizer
+        if len(rows) > 10_000:
+            print(f"encoding {len(rows):,} prompts ...")
         rows, held_out = self.encode_rows(rows), self.encode_rows(eval_rows)
         if not (eval_rows or cfg.eval_task):
             rows.sort(key=lambda row: zlib.crc32(identity(row).encode()))  # same for all seeds
@@ -1279,7 +1284,7 @@ class Game:
     def __init__(self, problem, task, params):
         self.task, self.stop_ids, self.room = task, params["stop_token_ids"], params["max_tokens"]
         self.problem = own_copy(problem, [])
-        self.ids, self.logps, self.mask, self.turn_start = [], [], [], 0
+        self.ids, self.logps, self.mask, self.turn_start, self.n_turns = [], [], [], 0, 0
         self.is_over = self.finished = False
 
     def extend(self, ids, logps, is_chosen):
@@ -1306,8 +1311,9 @@ class Game:
             if not isinstance(said, str | None):
                 raise TypeError(f"{said!r} is neither a text nor None")
             (said or "").encode()  # raises where no tokenizer can read it
+        self.n_turns += 1
         self.finished = said is None
-        self.is_over |= self.finished or len(turns) == 2 * self.task.cfg.max_turns - 1
+        self.is_over |= self.finished or self.n_turns == self.task.cfg.max_turns
         if self.is_over:
             return
         rendered = said
@@ -2056,8 +2062,8 @@ def read_arguments(argv):
 
 def settings_of_run(typed):
     """-> the settings of the run to resume, with what was typed"""
-    is_latest = typed["resume"] == "latest"
-    folder = Path(typed.get("out_dir", "out") if is_latest else "", typed["resume"])
+    is_latest = typed["resume"] in ("latest", "True")  # also for a bare --resume
+    folder = Path(typed.get("out_dir", "out"), "latest") if is_latest else Path(typed["resume"])
     try:
         saved = dict(json.loads((folder / "config.json").read_text()))
         script, checksums = saved.pop("script"), saved.pop("checksums")

@@ -431,7 +431,7 @@ def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
 BAD_FILES = [
     (None, "No such file"), ("", "no rows"), ("\n \n", "no rows"),
-    (GOOD + "{'prompt': 1}", "line 3"),
+    (GOOD + "{'prompt': 1}", "line 3"), ("prompt,answer\n2+3?,5\n", "A JSONL file has"),
     (GOOD + "\n[1, 2]\n", "line 4"), ("null", "line 1"), (GOOD + "[" * 100_000, "line 3"),
     ('{"prompt": "x"}', "answer"), ('{"prompt": "x", "answer": null}', "answer"),
     ('{"prompt": "x", "answer": true}', "answer"), ('{"prompt": "x", "answer": " "}', "answer"),
@@ -484,6 +484,13 @@ def test_every_epoch_contains_all_problems_in_another_order():
     assert n == 24 and all(len(set(epoch)) == n for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert prompts_of(make_task(question_rows(range(30)), seed=2), n) != epochs[0]
+
+
+def test_many_prompts_are_announced_before_they_are_encoded(capsys):
+    make_task(question_rows(range(10)))
+    assert capsys.readouterr().out == ""
+    make_task([{"prompt": f"{i}=", "answer": "1"} for i in range(10_001)])
+    assert capsys.readouterr().out == "encoding 10,001 prompts ...\n"
 
 
 def test_the_first_step_trains_on_the_first_problems(run_main, tmp_path, monkeypatch):
@@ -2406,7 +2413,8 @@ BAD_SETTINGS = [
     (["--model_id=no/latest"], "cannot load the model 'no/latest'"),  # may be on the hub
     (["--n_numbers=2", "--max_number=1", "--operations=+"], "no Countdown problem"),  # only 1+1
     (["--__class__=5"], "no hyperparameter __class__"), (["--resume=latest"], "no run to resume"),
-    (["--resume=no/such/run"], "no run to resume"), (["--resume="], "no run to resume")]
+    (["--resume=no/such/run"], "no run to resume"), (["--resume="], "no run to resume"),
+    (["--resume", "--out_dir=x"], "no run to resume in x/latest")]
 
 
 @pytest.mark.parametrize("arguments, words", BAD_SETTINGS, ids=lambda x: "".join(x)[:40])

@@ -444,6 +444,9 @@ def test_a_response_without_an_end_is_cut_off_and_earns_nothing(use):
     # Over at the last turn or token is over.
     use(lambda problem, text: None if "4" in text else "", "</calc>")
     assert play(texts[2:], max_turns=4)[2] == play(texts[2:], max_tokens=8)[2] == [1.0]
+    # What reply() does to the list of turns does not change their number.
+    use(lambda problem, text: problem["turns"].clear() or "", "</calc>")
+    assert play(texts[2:], max_turns=3)[1] == ["1</calc>2</calc>3</calc>"]
 
 
 @pytest.mark.parametrize("answer, words", [
