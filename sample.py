@@ -24,7 +24,7 @@ TAKEN = ("task eval_task prompt n_numbers max_number operations temperature min_
 def read_settings(argv):
     """-> the trainer's settings, as in the run, with those of OWN"""
     given = starter.read_arguments(argv)
-    model_id = given.get("model_id", "out/latest/model")
+    model_id = given.get("model_id", "out/latest")
     if Path(model_id, "model").is_dir():  # a run folder
         model_id += "/model"
     elif Path(model_id, "metrics.jsonl").is_file():

@@ -114,12 +114,12 @@ def main(argv=None, only_settings=False):
     given = on_all_ranks(settings_of_run, typed) if "resume" in typed else typed
     # ---- hyperparameters
     cfg = SimpleNamespace(
-        # model
-        model_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",  # a folder or hub name
-        device="cuda",  # or "cpu"
+        # model; "tiny" has some values of its own, below
+        model_id="Qwen/Qwen2.5-Coder-1.5B-Instruct" if has_gpu else "tiny",  # a folder or hub name
+        device="cuda" if has_gpu else "cpu",
         lora_rank=0,  # above 0: train adapters only; they need about 10 x lr
         gradient_checkpointing=True,  # half the memory, a quarter more time
-        compile=True,
+        compile=has_gpu,
         # run
         seed=42,
         out_dir="out",  # the run gets a folder in it
@@ -145,7 +145,7 @@ def main(argv=None, only_settings=False):
         max_tokens=512,
         max_prompt_tokens=256,
         max_turns=10,  # of the model, if there is a reply()
-        reward_truncated=False,  # False: a response that is cut off has reward 0
+        reward_truncated=False,  # False: a response that is cut off earns at most 0
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep=False,  # free it during the update
         # update
@@ -172,8 +172,6 @@ def main(argv=None, only_settings=False):
         ref_update_every=0,  # steps between refreshes of the reference; 0: none
         ref_offload=False,  # in host memory
     )
-    if not has_gpu:
-        vars(cfg).update(model_id="tiny", device="cpu", compile=False)
     if is_tiny(given.get("model_id", cfg.model_id)):  # made on first use
         vars(cfg).update(
             gradient_checkpointing=False, compile=False, n_eval=1000, save_every=20, max_number=20,
@@ -453,13 +451,13 @@ def exact_value(node):
 
 
 def checked_reward(reward_fn, text, problem, is_cut_off=False):
-    if is_cut_off:
-        return 0.0
+    """Being cut off earns nothing. If rewards are negative, it does not save the response either.
+    """
     with errors_shown("reward_fn", text):
         reward = float(reward_fn(text, problem))
         if not abs(reward) < 1e38:
             raise ValueError(f"{reward} is not finite")
-    return reward
+    return min(reward, 0.0) if is_cut_off else reward
 
 
 @contextlib.contextmanager
@@ -581,7 +579,8 @@ class Task:
         rows, held_out = self.encode_rows(rows), self.encode_rows(eval_rows)
         if not (eval_rows or cfg.eval_task):
             rows.sort(key=lambda row: zlib.crc32(identity(row).encode()))  # same for all seeds
-            held_out = rows[:max(1, len(rows) // 5)][:cfg.n_eval]
+            different = list({identity(row): row for row in rows}.values())
+            held_out = different[:max(1, len(different) // 5)][:cfg.n_eval]
         # No problem is on both sides.
         seen = {identity(row) for row in held_out}
         self.training = [row for row in rows if identity(row) not in seen]
@@ -710,6 +709,8 @@ def make_tiny(model_id):
 
 def init_policy(model_id, device="cpu", gradient_checkpointing=False):
     """-> (policy with float32 weights, tokenizer)"""
+    if model_id.startswith(("/", ".")) and not Path(model_id).exists():
+        raise UserError(f"there is no folder {model_id}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
         model = load_model(model_id)
@@ -1129,7 +1130,12 @@ def init_vllm(policy, cfg):
                             "--use_vllm=False, or change gpu_mem_util if it is about memory")
         print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
     cfg.vllm_sleep = False
-    return TorchSampler(policy)
+    sampler = TorchSampler(policy)
+    trial = {"n": 2, "temperature": 1.0, "min_tokens": 0, "max_tokens": 2, "stop_token_ids": []}
+    _, failure = attempt(sampler.generate, [[0], [0, 0]], trial, [0, 1])
+    if failure:
+        raise RunFailed(f"torch cannot sample {type(policy.model).__name__}: {failure:.150}")
+    return sampler
 
 
 def attempt(function, *arguments):
@@ -1244,8 +1250,9 @@ def grade(task, problems, responses, params, reward_fn):
         graded.append(problem)
         texts.append("\n".join(said))
         cut_off.append(not (response.finished or task.cfg.reward_truncated))
+    kept = [dict(problem) for problem in graded]  # reward_fn may change its own
     rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
-    return graded, texts, rewards
+    return kept, texts, rewards
 
 
 def own_copy(problem, turns):
@@ -1849,7 +1856,9 @@ def report(folder, cfg):
     print(f"\n  try it    python sample.py --model_id={name}/{model}\n"
           f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
     if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
-        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}")
+        is_late = 0 < cfg.max_minutes < rows[-1].get("time/minutes", 0.0)
+        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}"
+              + " --max_minutes=0" * is_late)
 
 
 def log_train(log, step, metrics, cfg):
@@ -1871,7 +1880,7 @@ def log_train(log, step, metrics, cfg):
         "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
         "equal rewards in all groups: no gradient":
             metrics["train/frac_groups_zero_std"] == 1 and not metrics.get("train/kl_coef"),
-        "most responses are cut off and earn 0: raise max_tokens (or max_turns), or set "
+        "most responses are cut off, so earn nothing: raise max_tokens (or max_turns), or set "
         "reward_truncated":
             cut_off[-1] > 0.5 and not cfg.reward_truncated,
         "cut-off responses have more than tripled: lower lr; best/, if there, is the best model":
@@ -2049,7 +2058,7 @@ HOUSEKEEPING = ("resume out_dir n_grpo_steps max_minutes eval_every n_eval save_
 def read_arguments(argv):
     """["--lr=1e-5", "--seed", "1", "--compile"] -> {"lr": "1e-5", "seed": "1", "compile": "True"}
     """
-    given, words = {}, list(argv)
+    given, words = {}, list(map(str, argv))
     while words:
         name, has_value, value = words.pop(0).partition("=")
         if not name.startswith("--"):
@@ -2071,8 +2080,9 @@ def settings_of_run(typed):
         now_made_of = origin(SimpleNamespace(**saved))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"no run to resume in {folder} ({error!r})") from None
-    is_cell = "<" in script or "ipykernel" in script  # of a notebook, which may be run again
-    if Path(now_made_of["script"]).name != Path(script).name and not is_cell:
+    scripts = script, now_made_of["script"]
+    are_cells = all("<" in name or "ipykernel" in name for name in scripts)  # of a notebook
+    if Path(scripts[0]).name != Path(scripts[1]).name and not are_cells:
         raise UserError(f"this run has the reward of {script}: resume it with that")
     if now_made_of["checksums"] != checksums:
         raise UserError(f"{saved['task']} or eval_task has changed since the run began, or is gone")
@@ -2143,7 +2153,7 @@ def check_settings(cfg, typed):
         "clip_range and gpu_mem_util must be below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
         "temperature must be at most 2": cfg.temperature <= 2,
         "prompt must not be empty": cfg.prompt.strip(),
-        "out_dir is a file": not Path(cfg.out_dir).is_file(),
+        "out_dir must be a folder": cfg.out_dir and not Path(cfg.out_dir).is_file(),
         "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
         "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
         "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),

@@ -514,6 +514,15 @@ def test_no_rendered_prompt_is_on_both_sides_of_the_split():
     assert {row["rendered"] for row in other.held_out} == held_out
 
 
+def test_held_out_problems_are_different_ones():
+    """Copies stand beside each other, since rows are in the order of their hashes."""
+    rows = question_rows(range(40))
+    task = make_task(rows * 5)
+    held_out = {row["rendered"] for row in task.held_out}
+    assert len(task.held_out) == len(held_out) == 8 and len(task.training) == 5 * 32
+    assert held_out == {row["rendered"] for row in make_task(rows).held_out}
+
+
 def test_games_with_one_prompt_differ_in_what_they_hide(monkeypatch):
     rows = [{"prompt": "Guess my number.", "answer": str(i)} for i in range(20)]
     with pytest.raises(UserError, match="the prompt of a held-out row are left out"):
@@ -1346,6 +1355,15 @@ def test_a_model_that_vllm_cannot_run_is_one_line_that_names_the_way_out(monkeyp
     assert "\n" not in str(failure.value)
 
 
+def test_a_model_that_torch_cannot_sample_is_one_line_at_the_start(save_folder):
+    """GPT-1 has no cache."""
+    folder = save_folder("openai-gpt", n_embd=32, n_layer=2, n_head=4, n_positions=512)
+    policy, _ = starter.init_policy(str(folder))
+    with pytest.raises(RunFailed, match="torch cannot sample OpenAIGPT.*") as failure:
+        starter.init_vllm(policy, settings_of(use_vllm=False))
+    assert "\n" not in str(failure.value)
+
+
 # ---- 4. Loss ---------------------------------------------------------------------------------
 
 def number(text, _):
@@ -1996,6 +2014,10 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     (tmp_path / "checkpoint").mkdir()
     assert f"--resume={tmp_path}\n" in report(0.25, None)
     assert "--resume" not in report(*[0.25] * 11), "the run is finished"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/minutes": 5}\n')
+    for limit, flag in ((0.0, ""), (5.5, ""), (4.5, " --max_minutes=0")):
+        starter.report(tmp_path, settings_of(max_minutes=limit))
+        assert capsys.readouterr().out.endswith(f"--resume={tmp_path}{flag}\n")
     assert "try it" in report(), "records that were lost"
     starter.report(tmp_path / "a b", settings_of())
     assert f"--model_id='{tmp_path}/a b'/model\n" in capsys.readouterr().out
@@ -2173,7 +2195,9 @@ def test_a_child_of_the_reward_can_be_terminated():
 def test_the_reward_may_change_its_problem(run_main, monkeypatch):
     def reward_fn(text, problem):
         problem["solution"] = Fraction(1, 2)
-        return 0.5
+        if len(text) % 2:
+            problem.clear()
+        return len(text) / 99
 
     monkeypatch.setattr(starter, "reward_fn", reward_fn)
     folder = run_main("--n_grpo_steps=1")
@@ -2196,6 +2220,8 @@ def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, 
     rewards = starter.grade(task, [{"answer": "5"}], responses, PARAMS | {"n": 2},
                             starter.reward_fn)[2]
     assert rewards == [1.0, float(reward_truncated)]
+    assert starter.grade(task, [{"answer": "5"}], responses, PARAMS | {"n": 2},
+                         lambda text, problem: -1)[2] == [-1.0, -1.0], "no refuge"
     # A whole run in which all are cut off: in training and in the evaluations
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 1.0)
     rows = rows_of(run_main(f"--reward_truncated={reward_truncated}", "--max_tokens=2",
@@ -2252,7 +2278,7 @@ def test_who_rewards_cut_off_responses_is_not_told_that_they_earn_nothing(tmp_pa
         log = starter.Log(tmp_path, cfg)
         starter.log_train(log, 1, metrics, cfg)
         log.close()
-        assert ("cut off and earn 0" in capsys.readouterr().out) == (not is_rewarded)
+        assert ("cut off, so earn nothing" in capsys.readouterr().out) == (not is_rewarded)
 
 
 def test_one_process_at_a_time_writes_to_a_run_folder(run_main, script, tmp_path):
@@ -2394,7 +2420,7 @@ BAD_SETTINGS = [
     (["--operations="], "some of +-*/"),
     (["--max_prompt_tokens=4"], "longer than max_prompt_tokens=4"), (["--n_eval=-1"], "n_eval"),
     (["--prompt= "], "must not be empty"), (["--prompt={target} \\boxed{}"], "(braces: {{ }})"),
-    ([f"--out_dir={__file__}"], "out_dir is a file"),
+    ([f"--out_dir={__file__}"], "out_dir must be"), (["--out_dir="], "out_dir must be"),
     (["--device=tpu"], "device is cpu"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
     (["--ref_offload=True", KL, "--device=cpu"], "need a GPU"),
     (["--n_minibatches=0"], "n_minibatches"), (["--kl_estimator=k4", KL], "k1, k2, k3, exact"),
@@ -2410,6 +2436,7 @@ BAD_SETTINGS = [
     (["--task=no/such.jsonl"], "no/such.jsonl"),
     (["--prompt={question}"], "set --prompt"), (["--prompt={numbers"], "set --prompt"),
     (["--model_id=no/such/model"], "cannot load the model"),
+    (["--model_id=./no/model"], "there is no folder ./no/model"),
     (["--model_id=no/latest"], "cannot load the model 'no/latest'"),  # may be on the hub
     (["--n_numbers=2", "--max_number=1", "--operations=+"], "no Countdown problem"),  # only 1+1
     (["--__class__=5"], "no hyperparameter __class__"), (["--resume=latest"], "no run to resume"),
@@ -2519,11 +2546,18 @@ def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch, ca
         with pytest.raises(UserError, match="has the reward of .*starter.py: resume it with that"):
             resume()
     # A cell of a notebook that was run again, so with another number
+    cells = {}
     saved = json.loads((folder / "config.json").read_text())
     for cell in ("/x/<ipython-input-7-abc>", "/tmp/ipykernel_5/77.py"):
         (folder / "config.json").write_text(json.dumps(saved | {"script": cell}))
+        exec(compile("def reward(text, problem): return 1", cell.replace("7", "8"), "exec"), cells)
+        monkeypatch.setattr(starter, "reward_fn", cells["reward"])
         assert resume().task == str(paths[0])
         assert f"changed on resume: script {cell}" in capsys.readouterr().out
+        monkeypatch.undo()  # the cell was forgotten
+        monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+        with pytest.raises(UserError, match=f"has the reward of {cell}: resume it with that"):
+            resume()
 
 
 def test_runs_that_start_at_the_same_time_get_folders_of_their_own(tmp_path):
@@ -2548,6 +2582,18 @@ def test_runs_that_start_at_the_same_time_get_folders_of_their_own(tmp_path):
 def test_a_flag_without_a_value_is_true():
     cfg = starter.main("--use_kl_penalty --n_grpo_steps=2 --kl_coef 0.2".split(), True)
     assert cfg.use_kl_penalty is True and (cfg.n_grpo_steps, cfg.kl_coef) == (2, 0.2)
+    assert starter.main(["--lr", 1e-3, "--use_kl_penalty", True], True).lr == 1e-3, "from Python"
+
+
+def test_a_model_written_into_main_is_taken_without_a_gpu(tmp_path):
+    source = re.sub('model_id="Qwen.*', 'model_id="mine",', (HERE / "starter.py").read_text())
+    (tmp_path / "edited.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    cfg = edited.main(["--device=cpu"], only_settings=True)
+    assert (cfg.model_id, cfg.device, cfg.compile, cfg.lr) == ("mine", "cpu", False, 2e-6)
+    assert starter.main(["--device=cpu"], only_settings=True).model_id == "tiny"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"script": 1}', "\xff", None])
@@ -3383,7 +3429,11 @@ def test_sample_takes_a_run_folder_and_refuses_impossible_numbers(tmp_path, monk
     import sample
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no trained model in out/latest/model"):
+    with pytest.raises(UserError, match="no trained model in out/latest: run python starter.py"):
+        sample.read_settings([])
+    Path("out/latest").mkdir(parents=True)
+    Path("out/latest/metrics.jsonl").touch()
+    with pytest.raises(UserError, match="not finished: .* Give out/latest/best, if there"):
         sample.read_settings([])
     assert sample.read_settings([f"--model_id={tmp_path}"]).model_id == f"{tmp_path}/model"
     for word in ("temperature=-1", "temperature=nan", "temperature=inf", "n_samples=0",
