@@ -145,7 +145,7 @@ def main(argv=None, only_settings=False):
         max_tokens=512,
         max_prompt_tokens=256,
         max_turns=10,  # of the model, if there is a reply()
-        reward_truncated=False,  # False: a response that is cut off earns at most 0
+        reward_truncated=False,  # False: a response that is cut off earns 0
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep=False,  # free it during the update
         # update
@@ -451,13 +451,13 @@ def exact_value(node):
 
 
 def checked_reward(reward_fn, text, problem, is_cut_off=False):
-    """Being cut off earns nothing. If rewards are negative, it does not save the response either.
-    """
+    if is_cut_off:
+        return 0.0
     with errors_shown("reward_fn", text):
         reward = float(reward_fn(text, problem))
         if not abs(reward) < 1e38:
             raise ValueError(f"{reward} is not finite")
-    return min(reward, 0.0) if is_cut_off else reward
+    return reward
 
 
 @contextlib.contextmanager
@@ -1252,7 +1252,9 @@ def grade(task, problems, responses, params, reward_fn):
         cut_off.append(not (response.finished or task.cfg.reward_truncated))
     kept = [dict(problem) for problem in graded]  # reward_fn may change its own
     rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
-    return kept, texts, rewards
+    # Cut off: 0, or the lowest of the group. Among negative rewards 0 would be a refuge.
+    lowest = np.reshape(rewards, (-1, params["n"])).min(1).repeat(params["n"])
+    return kept, texts, np.where(cut_off, lowest, rewards).tolist()
 
 
 def own_copy(problem, turns):
@@ -1880,7 +1882,7 @@ def log_train(log, step, metrics, cfg):
         "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
         "equal rewards in all groups: no gradient":
             metrics["train/frac_groups_zero_std"] == 1 and not metrics.get("train/kl_coef"),
-        "most responses are cut off, so earn nothing: raise max_tokens (or max_turns), or set "
+        "most responses are cut off and earn 0: raise max_tokens (or max_turns), or set "
         "reward_truncated":
             cut_off[-1] > 0.5 and not cfg.reward_truncated,
         "cut-off responses have more than tripled: lower lr; best/, if there, is the best model":

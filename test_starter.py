@@ -2220,8 +2220,10 @@ def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, 
     rewards = starter.grade(task, [{"answer": "5"}], responses, PARAMS | {"n": 2},
                             starter.reward_fn)[2]
     assert rewards == [1.0, float(reward_truncated)]
-    assert starter.grade(task, [{"answer": "5"}], responses, PARAMS | {"n": 2},
-                         lambda text, problem: -1)[2] == [-1.0, -1.0], "no refuge"
+    problems = [{"answer": "5", "is_hard": i} for i in (True, False)]
+    assert starter.grade(task, problems, 2 * responses, PARAMS | {"n": 2}, lambda text, problem:
+                         -1 if problem["is_hard"] else 1)[2] == [
+                             -1.0, -1.0, 1.0, float(reward_truncated)], "0 would be a refuge"
     # A whole run in which all are cut off: in training and in the evaluations
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 1.0)
     rows = rows_of(run_main(f"--reward_truncated={reward_truncated}", "--max_tokens=2",
@@ -2278,7 +2280,7 @@ def test_who_rewards_cut_off_responses_is_not_told_that_they_earn_nothing(tmp_pa
         log = starter.Log(tmp_path, cfg)
         starter.log_train(log, 1, metrics, cfg)
         log.close()
-        assert ("cut off, so earn nothing" in capsys.readouterr().out) == (not is_rewarded)
+        assert ("cut off and earn 0" in capsys.readouterr().out) == (not is_rewarded)
 
 
 def test_one_process_at_a_time_writes_to_a_run_folder(run_main, script, tmp_path):
