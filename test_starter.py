@@ -57,7 +57,10 @@ SMALL = ["--use_vllm=False", "--n_numbers=2", "--rollout_batch_size=16", "--grou
 def process_kept():
     """What a run changes in this process is put back."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # A run belongs to the script that was started. That is not pytest.
+        patch.delattr(sys.modules["__main__"], "__file__", raising=False)
+        yield
     signal.signal(signal.SIGINT, handlers[0])
     signal.signal(signal.SIGTERM, handlers[1])
     # A changed copy of the script has registered its own.
@@ -2528,7 +2531,6 @@ def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_pa
 
 
 def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch, capsys):
-    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # that of pytest
     paths = [write_rows(tmp_path / f"{name}.jsonl", sums(range(9))) for name in ("a", "b")]
     cfg = starter.main([f"--task={paths[0]}", f"--eval_task={paths[1]}"], only_settings=True)
     folder = tmp_path / "run"
@@ -2557,7 +2559,6 @@ def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch, ca
         assert resume().task == str(paths[0])
         assert f"changed on resume: script {cell}" in capsys.readouterr().out
         monkeypatch.undo()  # the cell was forgotten
-        monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
         with pytest.raises(UserError, match=f"has the reward of {cell}: resume it with that"):
             resume()
 
