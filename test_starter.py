@@ -3542,7 +3542,8 @@ def test_the_speedrun_tests_with_the_limit_that_is_asked_for(flags, limit, tmp_p
 
 @pytest.mark.parametrize("flags, tested", [
     ([], "out/latest"), (["--resume=latest", "--out_dir=a b"], "a b/latest"),
-    (["--resume", "a/0001"], "a/0001"), (["--out_dir=~/b"], "HOME/b/latest")])
+    (["--resume", "a/0001"], "a/0001"), (["--out_dir=~/b"], "HOME/b/latest"),
+    (["--resume", "--seed=1"], "out/latest"), (["--seed=1", "--resume"], "out/latest")])
 def test_the_speedrun_tests_what_it_trained_and_needs_test_problems_first(flags, tested, tmp_path):
     tested = tested.replace("HOME", str(tmp_path))
     (tmp_path / tested).mkdir(parents=True)
