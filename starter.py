@@ -1131,7 +1131,7 @@ def init_vllm(policy, cfg):
         print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
     cfg.vllm_sleep = False
     sampler = TorchSampler(policy)
-    trial = {"n": 2, "temperature": 1.0, "min_tokens": 0, "max_tokens": 2, "stop_token_ids": []}
+    trial = init_sampling_params(cfg, 2, []) | {"max_tokens": 2}
     _, failure = attempt(sampler.generate, [[0], [0, 0]], trial, [0, 1])
     if failure:
         raise RunFailed(f"torch cannot sample {type(policy.model).__name__}: {failure:.150}")
@@ -2082,14 +2082,14 @@ def settings_of_run(typed):
         now_made_of = origin(SimpleNamespace(**saved))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"no run to resume in {folder} ({error!r})") from None
-    scripts = script, now_made_of["script"]
-    are_cells = all("<" in name or "ipykernel" in name for name in scripts)  # of a notebook
-    if Path(scripts[0]).name != Path(scripts[1]).name and not are_cells:
+    started = now_made_of["script"]
+    are_cells = all("<" in x or "ipykernel" in x for x in (script, started))  # of a notebook
+    if Path(started).name != Path(script).name and not are_cells:
         raise UserError(f"this run has the reward of {script}: resume it with that")
     if now_made_of["checksums"] != checksums:
         raise UserError(f"{saved['task']} or eval_task has changed since the run began, or is gone")
-    if now_made_of["script"] != script:
-        print(f"changed on resume: script {script} -> {now_made_of['script']}")
+    if started != script:
+        print(f"changed on resume: script {script} -> {started}")
     changes = {name: typed[name] for name in typed.keys() & saved.keys() - {"resume", "out_dir"}}
     changed = SimpleNamespace(**saved)
     override(changed, changes)
