@@ -559,14 +559,11 @@ def read_row(row, template):
     fields = {name: value for name, value in row.items() if value is not None}
     prompt = row["prompt"] if "prompt" in row else fill(template, fields)
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
+    with contextlib.suppress(TypeError, KeyError):
         texts = ["".join(turn["content"] for turn in turns), *(turn["role"] for turn in turns)]
-        is_good = all(map(str.strip, texts))
-    except (TypeError, KeyError):
-        is_good = False
-    if not is_good:
-        raise ValueError("prompt must be a text, or chat messages with role and content")
-    return row | {"prompt": prompt, "answer": answer}
+        if all(map(str.strip, texts)):
+            return row | {"prompt": prompt, "answer": answer}
+    raise ValueError("prompt must be a text, or chat messages with role and content")
 
 
 class Task:
