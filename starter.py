@@ -1659,8 +1659,7 @@ def summarize(stats, mask):
     table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
     if table.numel():
         values = [getattr(row, TOKEN_METRICS[name][0])() for name, row in zip(stats, table)]
-        for name, value in zip(stats, torch.stack(values).tolist()):
-            summary[name] = value
+        summary |= zip(stats, torch.stack(values).tolist())
     summary["n_tokens"] = table.shape[1]
     return summary
 
@@ -1770,14 +1769,11 @@ def step_metrics(details, rewards, responses, texts, seconds, group_size, kl_coe
         "perf/tokens_per_s": lengths.sum() / seconds["step"]}
     metrics |= {f"time/{phase}": duration for phase, duration in seconds.items()}
     details = [detail for detail in sum(gather(details), []) if detail["n_tokens"]]
-    n_tokens = [detail["n_tokens"] for detail in details]
+    average = functools.partial(np.average, weights=[detail["n_tokens"] for detail in details])
+    folds = {"mean": average, "max": max, "min": min}
     for key, (fold, name) in TOKEN_METRICS.items():
         if details and name and (kl_coef or not name.startswith("kl/")):
-            values = [detail[key] for detail in details]
-            if fold == "mean":
-                metrics[name] = float(np.average(values, weights=n_tokens))
-            else:
-                metrics[name] = max(values) if fold == "max" else min(values)
+            metrics[name] = float(folds[fold]([detail[key] for detail in details]))
     return metrics
 
 
