@@ -588,13 +588,13 @@ class Task:
 
     def encode_rows(self, rows):
         rows, limit = [self.encode(row) for row in rows], self.cfg.max_prompt_tokens
-        lengths = [len(row["prompt_ids"]) for row in rows]
-        n_long = sum(length > limit for length in lengths)
-        if n_long:
-            text = f"{n_long} of {len(rows)} prompts are longer than max_prompt_tokens={limit}"
+        long = [n for row in rows if (n := len(row["prompt_ids"])) > limit]
+        if long:
+            text = (f"{len(long)} of {len(rows)} prompts are longer than "
+                    f"max_prompt_tokens={limit}, up to {max(long)}")
             if self.cfg.task == "countdown":
-                raise UserError(f"{text}, up to {max(lengths)}")
-            print(f"!!! left out: {text}, up to {max(lengths)}")
+                raise UserError(text)
+            print(f"!!! left out: {text}")
         return [row for row in rows if len(row["prompt_ids"]) <= limit]
 
     def encode(self, problem):
