@@ -1924,12 +1924,11 @@ def generation_config_of(policy):
     own = copy.deepcopy(policy.model.generation_config)
     own.eos_token_id = policy.stop_ids or None
     own.temperature = own.temperature or None  # 0 means greedy, which do_sample says
-    sampled = copy.deepcopy(own)
-    sampled.do_sample = True  # a temperature without it cannot be saved
-    for config in own, sampled:
+    for do_sample in (own.do_sample, True):  # a temperature without it cannot be saved
+        own.do_sample = do_sample
         with contextlib.suppress(ValueError):
-            config.validate(strict=True)
-            return config
+            own.validate(strict=True)
+            return own
     return GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
 
 
