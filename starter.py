@@ -29,10 +29,9 @@ for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TRANSFORMERS_VER
     os.environ.setdefault(*setting.split("="))
 # torchrun starts a process (rank) per GPU. Each sees only its own GPU.
 IS_LAUNCHED = "LOCAL_RANK" in os.environ
-RANK = int(os.environ["RANK"]) if IS_LAUNCHED else 0
-WORLD = int(os.environ["WORLD_SIZE"]) if IS_LAUNCHED else 1
-LOCAL_RANK = int(os.environ["LOCAL_RANK"]) if IS_LAUNCHED else 0
+RANK, WORLD, LOCAL_RANK = 0, 1, 0
 if IS_LAUNCHED:
+    RANK, WORLD, LOCAL_RANK = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
