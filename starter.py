@@ -1530,9 +1530,7 @@ def grpo_microbatch_step(
     needs_reference = kl_coef and (ref_log_probs is None or kl_estimator == "exact")
     log_probs, entropy, *ref_stats = response_stats(
         policy, input_ids, labels, mask, temperature, ref_model if needs_reference else None)
-    exact_kl = None
-    if ref_stats:
-        ref_log_probs, exact_kl = ref_stats
+    ref_log_probs, exact_kl = ref_stats or (ref_log_probs, None)
     if old_log_probs is None:  # the first update: the ratio is 1
         old_log_probs = log_probs
     mask = to_device(mask, log_probs.device)
