@@ -162,7 +162,7 @@ def main(argv=None, only_settings=False):
         use_std_normalization=True,  # of the advantages of a group
         # KL penalty towards the starting model (KL.md)
         use_kl_penalty=False,
-        kl_coef=0.1,
+        kl_coef=0.005,  # for some 250 tokens per response; longer ones need less
         kl_estimator="k3",  # or "k1", "k2", "exact" (over the vocabulary)
         kl_importance_weight=True,  # False: the estimator's own gradient (KL.md)
         kl_in="loss",  # or "reward", with k1
@@ -174,7 +174,7 @@ def main(argv=None, only_settings=False):
     if is_tiny(given.get("model_id", cfg.model_id)):  # made on first use
         vars(cfg).update(
             gradient_checkpointing=False, compile=False, n_eval=1000, save_every=20, max_number=20,
-            operations="+-", rollout_batch_size=256, group_size=8, lr=2e-4)
+            operations="+-", rollout_batch_size=256, group_size=8, lr=2e-4, kl_coef=0.1)
         if given.get("task", cfg.task) == "countdown":
             vars(cfg).update(prompt="{numbers}={target}:", max_tokens=24, max_prompt_tokens=32)
     # ----
@@ -184,6 +184,8 @@ def main(argv=None, only_settings=False):
     if "latest" in Path(cfg.model_id).parts and Path(cfg.model_id).is_dir():
         cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
     check_settings(cfg, typed)
+    # Parallel sums on a CPU differ from run to run.
+    torch.use_deterministic_algorithms(cfg.device == "cpu")
     if only_settings:
         return cfg
     global START
@@ -1248,8 +1250,10 @@ def grade(task, problems, responses, params, reward_fn):
         cut_off.append(not (response.finished or task.cfg.reward_truncated))
     kept = [dict(problem) for problem in graded]  # reward_fn may change its own
     rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
-    # Cut off: 0, or the lowest of the group. Among negative rewards 0 would be a refuge.
-    lowest = np.reshape(rewards, (-1, params["n"])).min(1).repeat(params["n"])
+    # Cut off: 0, or the lowest of the group (evaluation: of all). Among negative rewards 0 would
+    # be a refuge.
+    size = params["n"] if params["n"] > 1 else max(1, len(rewards))
+    lowest = np.reshape(rewards, (-1, size)).min(1).repeat(size)
     return kept, texts, np.where(cut_off, lowest, rewards).tolist()
 
 
@@ -1684,6 +1688,8 @@ def update_weights(policy, optimizer, loss, cfg, state):
     """Step if loss and gradient are finite. -> gradient norm before clipping"""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
     norm = float(full(norm))
+    warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
+    optimizer.param_groups[0]["lr"] = cfg.lr * warmup * state.lr_factor
     if not math.isfinite(norm + loss):
         print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}; a tenth of lr for now")
         state.skipped += 1
@@ -1692,8 +1698,6 @@ def update_weights(policy, optimizer, loss, cfg, state):
         if state.skips_in_a_row == 5:
             raise RunFailed("5 updates in a row were not finite: lower lr")
     elif norm > 1e-8:  # without a gradient, momentum must not move the weights
-        warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
-        optimizer.param_groups[0]["lr"] = cfg.lr * warmup * state.lr_factor
         optimizer.step()
         state.lr_factor = min(1.0, 2 * state.lr_factor)
         state.skips_in_a_row = 0
@@ -2001,8 +2005,8 @@ def load_checkpoint(folder):
             return saved
         except Exception as error:
             print(f"!!! {path} is damaged ({error!s:.100})")
-    if Path(folder, "model").exists():
-        raise UserError(f"no checkpoint in {folder}: it cannot continue")
+    if checkpoints(folder) or Path(folder, "model").exists():
+        raise UserError(f"no intact checkpoint in {folder}: it cannot continue")
     print(f"no checkpoint in {folder}: starting at step 0")
 
 
@@ -2158,8 +2162,6 @@ def check_settings(cfg, typed):
 
 
 def start_process_group(device):
-    # Parallel sums on a CPU differ from run to run.
-    torch.use_deterministic_algorithms(device == "cpu")
     if (IS_LAUNCHED or device == "cuda") and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         store = None if IS_LAUNCHED else dist.HashStore()

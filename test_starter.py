@@ -1822,6 +1822,7 @@ def test_updates_are_clipped_warmed_up_and_skipped_when_not_finite(capsys):
         assert update(slope, loss)[1] == [0, 0]
     assert (state.skipped, state.skips_in_a_row) == (2, 2)
     assert capsys.readouterr().out.count("!!! update skipped") == 2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005), "what the log says"
     # A tenth of the learning rate, then twice as much each time until it is back.
     state.step = 9
     for factor in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
@@ -2113,8 +2114,9 @@ def test_a_checkpoint_brings_back_weights_moments_reference_and_state(tmp_path, 
         assert starter.load_checkpoint(tmp_path)["state"]["step"] == 2
         assert "is damaged" in capsys.readouterr().out
     (tmp_path / "checkpoint" / "step_00000002.pt").write_bytes(b"")
-    assert starter.load_checkpoint(tmp_path) is None
-    # The run begins again: damaged files of later steps go first.
+    with pytest.raises(UserError, match="no intact checkpoint"):  # its curves are kept
+        starter.load_checkpoint(tmp_path)
+    # Begun again, it removes files of later steps first.
     starter.save_checkpoint(tmp_path, policy, optimizer, reference, make_state(step=1))
     assert starter.load_checkpoint(tmp_path)["state"]["step"] == 1
 
@@ -2126,7 +2128,9 @@ def test_checkpoints_run_no_code(tmp_path, capsys):
 
     (tmp_path / "checkpoint").mkdir()
     torch.save({"state": Bomb()}, tmp_path / "checkpoint" / "step_00000001.pt")
-    assert starter.load_checkpoint(tmp_path) is None and not (tmp_path / "exploded").exists()
+    with pytest.raises(UserError, match="no intact checkpoint"):
+        starter.load_checkpoint(tmp_path)
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
@@ -2227,6 +2231,13 @@ def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, 
     assert starter.grade(task, problems, 2 * responses, PARAMS | {"n": 2}, lambda text, problem:
                          -1 if problem["is_hard"] else 1)[2] == [
                              -1.0, -1.0, 1.0, float(reward_truncated)], "0 would be a refuge"
+    # Groups of one, in an evaluation
+    problems = [{"answer": "5"}, {"answer": "7"}]
+    assert starter.grade(task, problems, responses, PARAMS | {"n": 1}, lambda text, problem:
+                         1 if problem["answer"] in text else -2)[2] == [
+                             1.0, -2.0 if reward_truncated else 0.0]
+    assert starter.grade(task, 2 * problems, 2 * responses, PARAMS | {"n": 1},
+                         lambda text, problem: -1)[2] == [-1.0] * 4
     # A whole run in which all are cut off: in training and in the evaluations
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 1.0)
     rows = rows_of(run_main(f"--reward_truncated={reward_truncated}", "--max_tokens=2",
@@ -3019,7 +3030,7 @@ def test_a_model_in_latest_is_still_the_same_when_its_run_is_resumed(run_main, t
 def test_a_finished_run_without_a_checkpoint_is_not_overwritten(run_main):
     folder = run_main("--save_every=0", "--n_grpo_steps=1")
     before = (folder / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="no checkpoint in .*: it cannot continue"):
+    with pytest.raises(UserError, match="no intact checkpoint in .*: it cannot continue"):
         starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
     assert (folder / "metrics.jsonl").read_text() == before
 
@@ -3035,13 +3046,17 @@ def test_a_refreshed_reference_is_the_policy(run_main, is_refreshed):
     assert (state["ref_step"] == 3) == (state["kl_smooth"] == 0) == is_refreshed
 
 
-def test_defaults_for_a_cpu_on_a_machine_with_a_gpu(monkeypatch):
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(run_main, monkeypatch):
+    folder = run_main("--n_grpo_steps=1")
     monkeypatch.setattr(starter, "start_process_group", print)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cfg = starter.main(["--device=cpu"], only_settings=True)
-    assert (cfg.model_id, cfg.device, cfg.compile) == ("tiny", "cpu", False)
-    cfg = starter.main([], only_settings=True)
-    assert cfg.model_id.startswith("Qwen/") and (cfg.device, cfg.compile) == ("cuda", True)
+    for flag in ("--device=cpu", f"--resume={folder}"):
+        cfg = starter.main([], only_settings=True)
+        assert cfg.model_id.startswith("Qwen/") and (cfg.device, cfg.compile) == ("cuda", True)
+        assert cfg.kl_coef == 0.005 and not torch.are_deterministic_algorithms_enabled()
+        cfg = starter.main([flag], only_settings=True)
+        assert not cfg.model_id.startswith("Qwen/") and (cfg.device, cfg.compile) == ("cpu", False)
+        assert cfg.kl_coef == 0.1 and torch.are_deterministic_algorithms_enabled()
 
 
 def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_path, capsys):
