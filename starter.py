@@ -2041,6 +2041,19 @@ def catch_signals():
 
 # ---- 6. Settings: command line, checks, run folder
 
+# Hyperparameters by type; one of your own may have any.
+TYPES = {
+    str: "model_id device out_dir resume task eval_task prompt operations loss_type kl_estimator "
+         "kl_in",
+    bool: "gradient_checkpointing compile use_vllm reward_truncated vllm_sleep "
+          "use_std_normalization use_kl_penalty kl_importance_weight kl_adaptive ref_offload",
+    float: "max_minutes temperature gpu_mem_util lr max_grad_norm clip_range clip_range_high "
+           "kl_coef target_kl",
+    int: "lora_rank seed n_grpo_steps eval_every n_eval save_every n_numbers max_number "
+         "rollout_batch_size group_size min_tokens max_tokens max_prompt_tokens max_turns "
+         "warmup_steps inner_epochs n_minibatches gradient_accumulation_steps "
+         "tokens_per_microbatch ref_update_every"}
+TYPE_OF = {name: type_ for type_, names in TYPES.items() for name in names.split()}
 # These cannot change on resume.
 FIXED = ("model_id lora_rank seed task eval_task prompt n_eval max_prompt_tokens n_numbers "
          "max_number operations").split()
@@ -2112,10 +2125,11 @@ def override(cfg, given):
             hint = f"did you mean {near[0]}?" if near else "--help lists them"
             raise UserError(f"there is no hyperparameter {name}: {hint}")
         default = getattr(cfg, name)
+        type_ = TYPE_OF.get(name, type(default))
         try:
-            if isinstance(default, bool):
+            if type_ is bool:
                 value = {"true": 1, "1": 1, "false": 0, "0": 0}[str(value).lower()]
-            setattr(cfg, name, type(default)(value))
+            setattr(cfg, name, type_(value))
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--{name}={value}: expected something like {default}") from None
 
@@ -2124,6 +2138,9 @@ def check_settings(cfg, typed):
     may_be_zero = ("seed lora_rank save_every min_tokens warmup_steps max_grad_norm kl_coef "
                    "clip_range_high max_minutes ref_update_every").split()
     for name, value in vars(cfg).items():
+        type_ = TYPE_OF.get(name, type(value))
+        if type(value) is not type_ and (type(value), type_) != (int, float):
+            raise UserError(f"{name} must be {type_.__name__}, not {value!r}")
         lowest = 0 if name in may_be_zero else 1e-30
         if type(value) in (int, float) and not lowest <= value < 2**62:
             raise UserError(f"{name} is out of range: {value}")

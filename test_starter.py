@@ -2599,15 +2599,42 @@ def test_a_flag_without_a_value_is_true():
     assert starter.main(["--lr", 1e-3, "--use_kl_penalty", True], True).lr == 1e-3, "from Python"
 
 
-def test_a_model_written_into_main_is_taken_without_a_gpu(tmp_path):
-    source = re.sub('model_id="Qwen.*', 'model_id="mine",', (HERE / "starter.py").read_text())
+def edited(tmp_path, pattern, text):
+    """-> starter.py with another hyperparameter in main()"""
+    source, n = re.subn(pattern, text, (HERE / "starter.py").read_text(), count=1)
+    assert n == 1
     (tmp_path / "edited.py").write_text(source)
     spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
-    edited = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(edited)
-    cfg = edited.main(["--device=cpu"], only_settings=True)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_model_written_into_main_is_taken_without_a_gpu(tmp_path):
+    module = edited(tmp_path, 'model_id="Qwen.*', 'model_id="mine",')
+    cfg = module.main(["--device=cpu"], only_settings=True)
     assert (cfg.model_id, cfg.device, cfg.compile, cfg.lr) == ("mine", "cpu", False, 2e-6)
     assert starter.main(["--device=cpu"], only_settings=True).model_id == "tiny"
+
+
+@pytest.mark.parametrize("name, value", [
+    ("n_grpo_steps", "1e3"), ("max_turns", "10.0"), ("lr", "'2e-6'"), ("max_grad_norm", "None"),
+    ("use_kl_penalty", "'False'"), ("out_dir", "Path('out')"), ("kl_estimator", "3"),
+    ("save_every", "False"), ("kl_adaptive", "0")])
+def test_a_value_of_another_type_in_main_is_one_line(tmp_path, name, value):
+    module = edited(tmp_path, rf"(?m)^( {{8}}{name})=[^,]*,", rf"\1={value},")
+    with pytest.raises(module.UserError) as error:
+        module.main(["--model_id=mine"], only_settings=True)
+    assert str(error.value).startswith(f"{name} must be ") and "\n" not in str(error.value)
+
+
+def test_a_whole_number_in_main_may_be_overridden_by_another_one(tmp_path):
+    """And a hyperparameter of one's own may have any type."""
+    module = edited(tmp_path, "temperature=1.0,", "temperature=1, mine=0.5, other=None,")
+    assert module.main([], only_settings=True).temperature == 1
+    cfg = module.main(["--temperature=0.7", "--mine=2"], only_settings=True)
+    assert (cfg.temperature, cfg.mine, cfg.other) == (0.7, 2.0, None)
+    assert set(starter.TYPE_OF) == set(vars(starter.main([], only_settings=True)))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"script": 1}', "\xff", None])
