@@ -10,8 +10,9 @@
     python bench.py --soak=500                        do memory and step time stay the same?
 
 The work: --prompts=16 --group=8 --prompt_tokens=128 --new_tokens=256 --steps=5 --warmup=2; in a
-sweep --lengths=256,1024. --kl, --checkpointing, --vllm and --sleep are short for use_kl_penalty,
-gradient_checkpointing, use_vllm and vllm_sleep; all other settings of starter.py can be given, too.
+sweep --lengths=256,1024,4096,8192 (tiny: 16 and 32 tokens; 32,128,512). --kl, --checkpointing,
+--vllm and --sleep are short for use_kl_penalty, gradient_checkpointing, use_vllm and vllm_sleep;
+all other settings of starter.py can be given, too.
 Every step is one of starter.main(), with responses of exactly new_tokens tokens. --model_dir keeps
 the model. The last line is one JSON object."""
 import starter  # first: it answers --help before the slow imports

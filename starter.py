@@ -144,7 +144,7 @@ def main(argv=None, only_settings=False):
         max_tokens=512,
         max_prompt_tokens=256,
         max_turns=10,  # of the model, if there is a reply()
-        reward_truncated=False,  # False: a response that is cut off earns 0
+        reward_truncated=False,  # False: a response that is cut off earns 0, or its group's lowest
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep=False,  # free it during the update
         # update
@@ -1250,10 +1250,8 @@ def grade(task, problems, responses, params, reward_fn):
         cut_off.append(not (response.finished or task.cfg.reward_truncated))
     kept = [dict(problem) for problem in graded]  # reward_fn may change its own
     rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
-    # Cut off: 0, or the lowest of the group (evaluation: of all). Among negative rewards 0 would
-    # be a refuge.
-    size = params["n"] if params["n"] > 1 else max(1, len(rewards))
-    lowest = np.reshape(rewards, (-1, size)).min(1).repeat(size)
+    # Cut off: 0, or the lowest of the group. Among negative rewards 0 would be a refuge.
+    lowest = np.reshape(rewards, (-1, params["n"])).min(1).repeat(params["n"])
     return kept, texts, np.where(cut_off, lowest, rewards).tolist()
 
 
@@ -1732,6 +1730,10 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=None):
             for problem, copied, text, reward, response in zip(
                 repeat(problems, params["n"]), *graded, responses)]
     rows = sum(gather(rows), [])
+    lowest = min(row["reward"] for row in rows)
+    for row in rows:
+        if row["cut_off"] and not task.cfg.reward_truncated:
+            row["reward"] = lowest  # 0, or less: of all, since a group here is often one response
     rewards = np.array([row["reward"] for row in rows])
     accuracy = (rewards >= 0.9).mean()
     return {"eval/accuracy": accuracy, "eval/mean_reward": rewards.mean(),
@@ -1995,7 +1997,7 @@ def is_finished(cfg):
 
 
 def load_checkpoint(folder):
-    """-> the newest intact checkpoint, or None. No code in it is run."""
+    """-> the newest intact checkpoint; None if nothing was saved. No code in it is run."""
     for path in reversed(checkpoints(folder)):
         try:
             if zipfile.ZipFile(path).testzip():

@@ -1933,6 +1933,13 @@ def test_evaluation_counts_what_it_says(monkeypatch):
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: next(rewards))
     again = starter.evaluate_model(llm, task, params, stop_ids)
     assert again[1] == rows, "the same seeds every time"
+    # Cut off: the lowest reward of all, or 0, unless they keep their own
+    for lowest, keeps in itertools.product((-1.0, 0.2), (False, True)):
+        rewards, task.cfg.reward_truncated = iter([0.5, lowest, 0.5, 0.5, 0.5, 0.5]), keeps
+        rows = starter.evaluate_model(llm, task, params, stop_ids,
+                                      lambda text, problem: next(rewards))[1]
+        got = {row["reward"] for row in rows if row["cut_off"]}
+        assert got <= {0.5, lowest} if keeps else got == {min(lowest, 0.0)}
 
 
 def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
@@ -2231,13 +2238,6 @@ def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, 
     assert starter.grade(task, problems, 2 * responses, PARAMS | {"n": 2}, lambda text, problem:
                          -1 if problem["is_hard"] else 1)[2] == [
                              -1.0, -1.0, 1.0, float(reward_truncated)], "0 would be a refuge"
-    # Groups of one, in an evaluation
-    problems = [{"answer": "5"}, {"answer": "7"}]
-    assert starter.grade(task, problems, responses, PARAMS | {"n": 1}, lambda text, problem:
-                         1 if problem["answer"] in text else -2)[2] == [
-                             1.0, -2.0 if reward_truncated else 0.0]
-    assert starter.grade(task, 2 * problems, 2 * responses, PARAMS | {"n": 1},
-                         lambda text, problem: -1)[2] == [-1.0] * 4
     # A whole run in which all are cut off: in training and in the evaluations
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 1.0)
     rows = rows_of(run_main(f"--reward_truncated={reward_truncated}", "--max_tokens=2",
