@@ -275,7 +275,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         minibatches = [*make_minibatches(cfg, step, len(responses))]
         # Rows without advantage have no gradient. Step 1 keeps them for check_agreement.
         to_train = {row for row, advantage in enumerate(batch.advantages_per_seq)
-                    if step == 1 or kl_now or advantage.any()}
+                    if step == 1 or kl_now or advantage.any()} or {0}  # one, for the metrics
 
         # Log-probs before the update. In its first minibatch old is the policy itself.
         old_log_probs = None
@@ -592,7 +592,7 @@ class Task:
         long = [n for row in rows if (n := len(row["prompt_ids"])) > limit]
         if long:
             text = (f"{len(long)} of {len(rows)} prompts are longer than "
-                    f"max_prompt_tokens={limit}, up to {max(long)}")
+                    f"max_prompt_tokens={limit}; for all of them: --max_prompt_tokens={max(long)}")
             if self.cfg.task == "countdown":
                 raise UserError(text)
             print(f"!!! left out: {text}")
@@ -1533,8 +1533,6 @@ def grpo_microbatch_step(
     log_probs, entropy, *ref_stats = response_stats(
         policy, input_ids, labels, mask, temperature, ref_model if needs_reference else None)
     ref_log_probs, exact_kl = ref_stats or (ref_log_probs, None)
-    if old_log_probs is None:  # the first update: the ratio is 1
-        old_log_probs = log_probs
     mask = to_device(mask, log_probs.device)
     loss, metadata = compute_loss(
         advantages_per_seq, log_probs, old_log_probs, clip_range, ref_log_probs, kl_coef,
@@ -1560,10 +1558,14 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     """PPO's clipped loss + kl_coef * KL -> (loss [B, T], metadata). advantages: [B] or [B, T]"""
     if response_mask is None:
         response_mask = torch.ones_like(policy_log_probs)
+    if old_log_probs is None:  # the first update: the ratio is 1
+        old_log_probs = policy_log_probs
     mask = response_mask.bool()
     log_pi, log_old = masked(policy_log_probs, mask), masked(old_log_probs, mask).detach()
     advantages = masked(advantages[:, None] if advantages.dim() == 1 else advantages, mask)
-    log_ratio = (log_pi - log_old).clamp(max=LIMIT)  # exp() must not overflow
+    log_ratio = log_pi - log_old
+    # exp() must not overflow, and a NaN must reach the gradient; clamp() would stop it.
+    log_ratio = torch.where(log_ratio > LIMIT, LIMIT, log_ratio)
     ratio = log_ratio.exp()
     weight = ratio.detach().clamp(max=WEIGHT_CAP)
     stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio, "ratio_mean": ratio,
@@ -2204,7 +2206,7 @@ def make_run_folder(cfg, given):
     out, label = Path(cfg.out_dir), ""
     for setting in [setting for setting in given if setting not in HOUSEKEEPING]:
         word = f"_{setting}={given[setting].rpartition('/')[2]}"
-        if len(label + word) <= 40:
+        if len(label + word) <= 36:
             label += re.sub(r"[^\w=.+-]", "-", word, flags=re.ASCII)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -553,7 +553,8 @@ def test_long_prompts_are_left_out_and_counted(capsys):
     task = make_task([*question_rows(range(20)), long])
     length = len(task.encode(long)["prompt_ids"])
     assert len(task.training) == 16
-    wanted = f"1 of 21 prompts are longer than max_prompt_tokens=64, up to {length}"
+    wanted = ("1 of 21 prompts are longer than max_prompt_tokens=64; for all of them: "
+              f"--max_prompt_tokens={length}\n")
     assert wanted in capsys.readouterr().out
     assert len(make_task([*question_rows(range(20)), long],
                          max_prompt_tokens=length).training) == 17
@@ -1719,10 +1720,13 @@ def test_an_empty_mask_is_zero_with_zero_gradient_and_bad_numbers_are_not_hidden
     ref[1, 2] = -math.inf
     loss, metadata = starter.compute_loss(torch.ones(2), policy, policy, 0.2, ref, 0.1)
     assert torch.isfinite(loss).all() and metadata["kl_max"] == pytest.approx(19)
+    first = starter.compute_loss(torch.ones(2), policy, None, 0.2, ref, 0.1)
+    assert torch.equal(first[0], loss) and first[1] == metadata, "None: the policy itself"
     bad = torch.zeros(2, 3)
     bad[1, 2] = math.nan
-    loss, _ = starter.compute_loss(torch.ones(2), bad, torch.zeros(2, 3), 0.2, ref, 0.1)
-    assert loss.isnan().sum() == 1, "it reaches the gradient norm, where the update is skipped"
+    loss, _ = starter.compute_loss(torch.ones(2), bad.requires_grad_(), torch.zeros(2, 3), 0.2)
+    slope = torch.autograd.grad(loss.sum(), bad)[0]
+    assert loss.isnan().sum() == slope.isnan().sum() == 1, "the update is skipped"
 
 
 def test_masked_means_by_hand():
@@ -2497,7 +2501,8 @@ def test_run_folders_are_numbered_and_named_after_what_changes_learning(tmp_path
     housekeeping = {"n_eval": "30", "save_every": "0", "n_grpo_steps": "4", "use_vllm": "False"}
     kl = {"use_kl_penalty": "True", "task": "a.jsonl"}
     names = []
-    for given in ({}, {"lr": "1e-4", "out_dir": "x"}, long, housekeeping | learning, kl):
+    most = {"model_id": "a/b c", "rollout_batch_size": "1234567"}  # 4 characters too many
+    for given in ({}, {"lr": "1e-4", "out_dir": "x"}, long, housekeeping | learning, kl, most):
         folder = starter.make_run_folder(cfg, given)
         starter.Log(folder, cfg).close()
         assert vars(cfg).items() <= json.loads((folder / "config.json").read_text()).items()
@@ -2505,7 +2510,8 @@ def test_run_folders_are_numbered_and_named_after_what_changes_learning(tmp_path
         names.append(folder.name)
     # A value is never cut.
     assert names == ["0001", "0002_lr=1e-4", "0003_task=my-file.jsonl",
-                     "0004_inner_epochs=2_loss_type=dapo", "0005_use_kl_penalty=True_task=a.jsonl"]
+                     "0004_inner_epochs=2_loss_type=dapo", "0005_use_kl_penalty=True_task=a.jsonl",
+                     "0006_model_id=b-c"]
     (tmp_path / "out" / "9999_x").mkdir()
     assert [starter.make_run_folder(cfg, {}).name for _ in range(2)] == ["10000", "10001"]
 
@@ -2976,7 +2982,9 @@ def test_weights_that_do_not_arrive_and_another_reference_are_noticed(run_main, 
 def test_groups_with_equal_rewards_leave_the_weights_alone_to_the_bit(run_main, warm_folder,
                                                                       monkeypatch):
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 0.1)
-    after = weights_of(run_main("--reward_truncated=True"))
+    folder = run_main("--reward_truncated=True")
+    after, rows = weights_of(folder), rows_of(folder)[1:]
+    assert len(rows) > 1 and all(row["train/entropy"] > 0 for row in rows), "of one response"
     before = AutoModelForCausalLM.from_pretrained(warm_folder).state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
