@@ -551,6 +551,8 @@ def read_row(row, template):
     """-> the row with its prompt and answer"""
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not an object with prompt and answer")
+    for name in {"turns", "rendered", "prompt_ids"} & row.keys():
+        raise ValueError(f"rename the field {name}: the trainer uses this name")
     json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN
     answer = str(row.get("answer")).strip()
     last = answer.rpartition("####")[2].strip()
@@ -618,15 +620,14 @@ class Task:
     def turn_end_ids(self):
         """Tokens in which a text of TURN_ENDS may end: they contain it, or begin with its end"""
         ids = []
-        if isinstance(TURN_ENDS, str) or not all(isinstance(x, str) and x for x in TURN_ENDS):
-            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write texts, such as ('</call>',)")
+        if isinstance(TURN_ENDS, str) or not all(
+                isinstance(x, str) and x and x.isascii() for x in TURN_ENDS):
+            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write ASCII texts, such as ('</call>',)")
         for token in range(len(self.tokenizer) if TURN_ENDS else 0):
             text = self.tokenizer.decode([token])
             starts = tuple(text[:i] for i in range(1, len(text) + 1))
             if any(end in text or end.endswith(starts) for end in TURN_ENDS):
                 ids.append(token)
-        if TURN_ENDS and not ids:
-            raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
         return ids
 
 
@@ -666,6 +667,13 @@ def render_reply(said, tokenizer):
     if not is_shown:
         raise UserError("reply() needs a chat template that shows earlier turns")
     return text
+
+
+def encode_after(before, text, tokenizer):
+    """-> ids of the text. Mistral's and Llama 2's add a space to the first text."""
+    head, whole, alone = (tokenizer.encode(x, add_special_tokens=False)
+                          for x in (before, before + text, text))
+    return whole[len(head):] if whole[:len(head)] == head else alone
 
 
 def find_stop_ids(model, tokenizer):
@@ -1120,6 +1128,9 @@ def init_vllm(policy, cfg):
                 is_missing = True  # built for another torch
         if not failure:
             _, failure = attempt(load_policy_into_vllm_instance, policy, llm)
+        if not failure:  # can it compute this model?
+            trial = init_sampling_params(cfg, 1, []) | {"max_tokens": 1, "min_tokens": 0}
+            _, failure = attempt(rollout_with_vllm, llm, [[0]], trial, 0, 0)
         if not failure:
             gc.freeze()  # collecting vLLM's objects is slow
             return llm
@@ -1323,13 +1334,13 @@ class Game:
         self.is_over |= self.finished or self.n_turns == self.task.cfg.max_turns
         if self.is_over:
             return
-        rendered = said
+        rendered, end = said, next((end for end in TURN_ENDS if end in text), "")
         if is_message:
             rendered, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
             if rendered.lstrip().startswith(end):  # it is there already
                 rendered = rendered.lstrip().removeprefix(end)
         rendered = rendered[:1000 * self.room]  # megabytes would take minutes
-        ids = tokenizer.encode(rendered, add_special_tokens=False)
+        ids = encode_after(end, rendered, tokenizer)
         self.extend(ids, [0.0] * len(ids), False)
         self.turn_start = len(self.ids)
         if not self.is_over:  # so the last turn is always the model's

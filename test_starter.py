@@ -689,6 +689,7 @@ def test_only_the_operations_of_the_problem_may_be_used():
 @pytest.mark.parametrize("row, words", [
     ('{"input": "2+3", "answer": 5}', ["line 1", "input, answer", "KeyError('question')"]),
     ('[{"question": "2+3", "answer": 5}]', ["line 1", "a list, not an object with prompt"]),
+    ('{"question": "2+3", "answer": 5, "turns": 3}', ["line 1", "rename the field turns"]),
     ('{"question": null, "answer": 5}', ["line 1", "KeyError('question')"]),
     ('{"question": "2+3", "output": 5}', ["answer must be", "the fields are question, output"]),
     ('{"prompt": 5, "answer": 5}', ["prompt must be a text, or chat messages with role"]),
@@ -1342,15 +1343,23 @@ def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
 
 @pytest.mark.parametrize("error, is_missing", [
     (ModuleNotFoundError("No module named 'torchvision'"), False), (ValueError("kind"), False),
+    (None, False),  # only when it computes
     (ImportError("libtorch_cuda.so: undefined symbol"), True),
     (AttributeError("'_OpNamespace' '_C' object has no attribute"), True)])
 def test_a_model_that_vllm_cannot_run_is_one_line_that_names_the_way_out(monkeypatch, error,
                                                                          is_missing):
+    class Engine:
+        def generate(self, *arguments, **options):
+            raise RuntimeError("no kernel for heads of 16")
+
     def start_vllm(*arguments):
-        raise error
+        if error:
+            raise error
+        return Engine()
 
     monkeypatch.setattr(starter, "import_vllm", lambda: None)
     monkeypatch.setattr(starter, "start_vllm", start_vllm)
+    monkeypatch.setattr(starter, "load_policy_into_vllm_instance", lambda *arguments: None)
     if is_missing:
         assert isinstance(starter.init_vllm(make_policy(), settings_of()), starter.TorchSampler)
         return

@@ -7,6 +7,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest, torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 import starter, tiny
 from starter import Response, UserError
 
@@ -401,14 +403,32 @@ def test_a_turn_may_end_inside_a_token(use, new_tokens, end, result):
     assert [turn["content"] for turn in response.problem["turns"]] == [text, result, "6!"]
 
 
-def test_a_turn_end_that_no_token_can_end_is_an_error(use):
-    use(calculator.reply, "\N{RIGHTWARDS ARROW}")
-    with pytest.raises(starter.UserError, match="no token of the model ends a text of TURN_ENDS"):
-        make_task(make_tokenizer()).turn_end_ids
-    for wrong in ("</calc>", (5,), ("",)):  # in the first, a comma was forgotten
+def test_turn_ends_are_ascii_texts(use):
+    use(calculator.reply)
+    # In the first, a comma was forgotten. The last could be written in other tokens.
+    for wrong in ("</calc>", (5,), ("",), ("\N{RIGHTWARDS ARROW}",)):
         starter.TURN_ENDS = wrong
-        with pytest.raises(starter.UserError, match=r"write texts, such as \('</call>',\)"):
+        with pytest.raises(starter.UserError, match=r"write ASCII texts, such as \('</call>',\)"):
             make_task(make_tokenizer()).turn_end_ids
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_no_space_is_added_to_a_reply(use, scheme):
+    """A tokenizer like Mistral's adds one to the beginning of a text."""
+    letters = {letter: i for i, letter in enumerate("\N{LOWER ONE EIGHTH BLOCK}abc</>=12[]")}
+    fast = Tokenizer(models.BPE(letters, []))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>")
+    for before, text in (("</a>", "= 12"), ("<|end|>", "[a] b")):
+        is_kept = scheme == "first" or before == "</a>"  # otherwise the tokenizer wants it
+        ids = starter.encode_after(before, text, tokenizer)
+        assert tokenizer.encode("c" + before) + ids == tokenizer.encode("c" + before + text)
+        assert tokenizer.convert_ids_to_tokens(ids)[0] == text[0] or not is_kept
+    use(lambda problem, text: None if "b" in text else "2")
+    starter.TURN_ENDS = ("</calc>",)
+    with mock.patch.object(starter, "encode_after", return_value=[50]) as encode_after:
+        play(["a<|end|>b<|end|>", "1</calc>b<|end|>"])
+    assert sorted(call.args[0] for call in encode_after.call_args_list) == ["</calc>", "<|end|>"]
 
 
 def test_an_end_token_after_white_space_in_the_template_is_not_doubled(use):
