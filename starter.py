@@ -11,12 +11,13 @@ One step: sample a group of responses to each prompt and reward them. Make those
 their group more likely, the others less. PPO clipping limits further updates on the same
 responses; a KL penalty, off by default, keeps the model near its start (KL.md).
 """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 
 START = time.perf_counter()
 
 if {"-h", "--help"} & set(sys.argv[1:]):  # before slow imports, also for scripts that import this
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
     print(sys.modules["__main__"].__doc__ or "python starter.py --help lists the settings")
     if __name__ == "__main__":
         print(Path(__file__).read_text("utf-8").split("\n    # ----")[1])
@@ -36,7 +37,7 @@ if IS_LAUNCHED:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
 import ast, builtins, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools
-import json, math, operator, random, re, shlex, shutil, signal, tempfile, traceback, warnings
+import json, math, operator, random, re, shlex, shutil, tempfile, traceback, warnings
 import zipfile, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -275,7 +276,8 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         minibatches = [*make_minibatches(cfg, step, len(responses))]
         # Rows without advantage have no gradient. Step 1 keeps them for check_agreement.
         to_train = {row for row, advantage in enumerate(batch.advantages_per_seq)
-                    if step == 1 or kl_now or advantage.any()} or {0}  # one, for the metrics
+                    if step == 1 or kl_now or advantage.any()}
+        to_train = to_train or {*range(len(responses))[:1]}  # for the metrics
 
         # Log-probs before the update. In its first minibatch old is the policy itself.
         old_log_probs = None
@@ -1259,7 +1261,8 @@ def grade(task, problems, responses, params, reward_fn):
         graded.append(problem)
         texts.append("\n".join(said))
         cut_off.append(not (response.finished or task.cfg.reward_truncated))
-    kept = [dict(problem) for problem in graded]  # reward_fn may change its own
+    # reward_fn may change its own.
+    kept = [problem | {"prompt_ids": [*problem.get("prompt_ids", ())]} for problem in graded]
     rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
     # Cut off: 0, or the lowest of the group. Among negative rewards 0 would be a refuge.
     lowest = np.reshape(rewards, (-1, params["n"])).min(1).repeat(params["n"])
@@ -1801,10 +1804,11 @@ class Log:
         if RANK:
             return
         self.lock = lock(self.folder)
+        os.register_at_fork(after_in_child=self.unlock)  # a reward's workers may outlive the run
         for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # folders of a killed process
             shutil.rmtree(leftover, ignore_errors=True)
         with written_whole(self.folder / "config.json") as temporary:
-            temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1))
+            temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1, default=str))
         step = saved["state"]["step"] if saved else -1
         if saved and saved["state"].get("unmeasured"):
             step -= 1  # its row is written after its evaluation
@@ -1816,7 +1820,9 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter, summary
         events = self.folder.parent / "tb" / self.folder.name
         self.writer = SummaryWriter(events, purge_step=step + 1)
-        self.writer.file_writer.add_summary(summary.hparams(vars(cfg), {})[1])
+        settings = {name: value if isinstance(value, str | int | float) else str(value)
+                    for name, value in vars(cfg).items()}
+        self.writer.file_writer.add_summary(summary.hparams(settings, {})[1])
 
     def append(self, name, row):
         with open(self.folder / name, "a") as file:
@@ -1834,7 +1840,12 @@ class Log:
     def close(self):
         if self.writer:
             self.writer.close()
+            self.unlock()
+
+    def unlock(self):
+        if self.lock is not None:
             os.close(self.lock)
+            self.lock = None
 
 
 def read_rows(path):
@@ -2144,7 +2155,7 @@ def override(cfg, given):
         try:
             if type_ is bool:
                 value = {"true": 1, "1": 1, "false": 0, "0": 0}[str(value).lower()]
-            setattr(cfg, name, type_(value))
+            setattr(cfg, name, value if type(value) is type_ else type_(value))
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--{name}={value}: expected something like {default}") from None
 
@@ -2157,7 +2168,7 @@ def check_settings(cfg, typed):
         if type(value) is not type_ and (type(value), type_) != (int, float):
             raise UserError(f"{name} must be {type_.__name__}, not {value!r}")
         lowest = 0 if name in may_be_zero else 1e-30
-        if type(value) in (int, float) and not lowest <= value < 2**62:
+        if name in TYPE_OF and type_ in (int, float) and not lowest <= value < 2**62:
             raise UserError(f"{name} is out of range: {value}")
     gpu = cfg.device == "cuda" and torch.cuda.is_available()
     kl = cfg.use_kl_penalty and cfg.kl_coef

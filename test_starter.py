@@ -2,7 +2,8 @@
 
 It takes about five minutes on two cores, with the real vLLM if it is installed."""
 import ast, asyncio, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math
-import os, random, re, runpy, shutil, signal, socket, subprocess, sys, threading, time, zlib
+import multiprocessing, os, random, re, runpy, shutil, signal, socket, subprocess, sys, threading
+import time, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -2251,6 +2252,10 @@ def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, 
     assert starter.grade(task, problems, 2 * responses, PARAMS | {"n": 2}, lambda text, problem:
                          -1 if problem["is_hard"] else 1)[2] == [
                              -1.0, -1.0, 1.0, float(reward_truncated)], "0 would be a refuge"
+    # What the trainer goes on with is its own.
+    kept = starter.grade(task, [{"answer": "5", "prompt_ids": [1]}], responses, PARAMS | {"n": 2},
+                         lambda text, problem: problem["prompt_ids"].append(2) or 1)[0]
+    assert [problem["prompt_ids"] for problem in kept] == [[1], [1]]
     # A whole run in which all are cut off: in training and in the evaluations
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 1.0)
     rows = rows_of(run_main(f"--reward_truncated={reward_truncated}", "--max_tokens=2",
@@ -2547,6 +2552,12 @@ def test_help_is_immediate_and_lists_every_hyperparameter(tmp_path):
     for name in hyperparameters():
         assert re.search(rf"^ +{name}=.*$", run.stdout, re.MULTILINE), name
     assert "python starter.py --resume=latest" in run.stdout
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does
+    run = subprocess.run([sys.executable, HERE / "starter.py", "--help"], stdout=writer,
+                         stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert run.stderr == b""
 
 
 def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_path):
@@ -2644,12 +2655,31 @@ def test_a_value_of_another_type_in_main_is_one_line(tmp_path, name, value):
 
 
 def test_a_whole_number_in_main_may_be_overridden_by_another_one(tmp_path):
-    """And a hyperparameter of one's own may have any type."""
-    module = edited(tmp_path, "temperature=1.0,", "temperature=1, mine=0.5, other=None,")
+    module = edited(tmp_path, "temperature=1.0,", "temperature=1,")
     assert module.main([], only_settings=True).temperature == 1
-    cfg = module.main(["--temperature=0.7", "--mine=2"], only_settings=True)
-    assert (cfg.temperature, cfg.mine, cfg.other) == (0.7, 2.0, None)
+    assert module.main(["--temperature=0.7"], only_settings=True).temperature == 0.7
     assert set(starter.TYPE_OF) == set(vars(starter.main([], only_settings=True)))
+
+
+def test_a_hyperparameter_of_ones_own_may_be_anything(tmp_path, warm_folder):
+    module = edited(tmp_path, "temperature=1.0,", "temperature=1.0, mine=-0.5, other=None, "
+                    "more=[1, 2], place=Path('a'), bonus=0.0,")
+    module.main([f"--model_id={warm_folder}", *SMALL, f"--out_dir={tmp_path / 'out'}", "--bonus=2",
+                 "--n_grpo_steps=1"])
+    cfg = module.main([f"--resume={tmp_path / 'out' / 'latest'}", "--mine=3"], only_settings=True)
+    assert (cfg.mine, cfg.other, cfg.more, cfg.place, cfg.bonus) == (3, None, [1, 2], Path("a"), 2)
+
+
+def test_processes_of_a_reward_do_not_keep_a_run_locked(tmp_path):
+    log = starter.Log(tmp_path, settings_of())
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+    child.start()
+    with pytest.raises(UserError, match="another process"):
+        starter.Log(tmp_path, settings_of())
+    log.close()
+    starter.Log(tmp_path, settings_of()).close()
+    assert child.is_alive()
+    child.kill()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"script": 1}', "\xff", None])
