@@ -2672,14 +2672,23 @@ def test_a_hyperparameter_of_ones_own_may_be_anything(tmp_path, warm_folder):
 
 def test_processes_of_a_reward_do_not_keep_a_run_locked(tmp_path):
     log = starter.Log(tmp_path, settings_of())
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+    reader, writer = multiprocessing.Pipe()
+
+    def work():
+        writer.send("begun")
+        time.sleep(600)
+
+    child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
+    assert reader.recv() == "begun"
     with pytest.raises(UserError, match="another process"):
         starter.Log(tmp_path, settings_of())
     log.close()
-    starter.Log(tmp_path, settings_of()).close()
-    assert child.is_alive()
-    child.kill()
+    try:
+        starter.Log(tmp_path, settings_of()).close()
+        assert child.is_alive()
+    finally:
+        child.kill()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"script": 1}', "\xff", None])
