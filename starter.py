@@ -630,6 +630,8 @@ class Task:
             starts = tuple(text[:i] for i in range(1, len(text) + 1))
             if any(end in text or end.endswith(starts) for end in TURN_ENDS):
                 ids.append(token)
+        if TURN_ENDS and not ids:
+            raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
         return ids
 
 
@@ -673,9 +675,10 @@ def render_reply(said, tokenizer):
 
 def encode_after(before, text, tokenizer):
     """-> ids of the text. Mistral's and Llama 2's add a space to the first text."""
-    head, whole, alone = (tokenizer.encode(x, add_special_tokens=False)
-                          for x in (before, before + text, text))
-    return whole[len(head):] if whole[:len(head)] == head else alone
+    head, whole = (tokenizer.encode(x, add_special_tokens=False) for x in (before, before + text))
+    if whole[:len(head)] == head:
+        return whole[len(head):]
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def find_stop_ids(model, tokenizer):
@@ -1130,9 +1133,7 @@ def init_vllm(policy, cfg):
                 is_missing = True  # built for another torch
         if not failure:
             _, failure = attempt(load_policy_into_vllm_instance, policy, llm)
-        if not failure:  # can it compute this model?
-            trial = init_sampling_params(cfg, 1, []) | {"max_tokens": 1, "min_tokens": 0}
-            _, failure = attempt(rollout_with_vllm, llm, [[0]], trial, 0, 0)
+        failure = failure or try_out(llm, cfg)
         if not failure:
             gc.freeze()  # collecting vLLM's objects is slow
             return llm
@@ -1142,11 +1143,15 @@ def init_vllm(policy, cfg):
         print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
     cfg.vllm_sleep = False
     sampler = TorchSampler(policy)
-    trial = init_sampling_params(cfg, 2, []) | {"max_tokens": 2}
-    _, failure = attempt(sampler.generate, [[0], [0, 0]], trial, [0, 1])
-    if failure:
+    if failure := try_out(sampler, cfg):
         raise RunFailed(f"torch cannot sample {type(policy.model).__name__}: {failure:.150}")
     return sampler
+
+
+def try_out(llm, cfg):
+    """-> why it cannot sample from this model, if so"""
+    params = init_sampling_params(cfg, 2, []) | {"max_tokens": 2, "min_tokens": 0}
+    return attempt(rollout_with_vllm, llm, [[0], [0, 0]], params, 0, 0)[1]
 
 
 def attempt(function, *arguments):
@@ -2168,7 +2173,7 @@ def check_settings(cfg, typed):
         if type(value) is not type_ and (type(value), type_) != (int, float):
             raise UserError(f"{name} must be {type_.__name__}, not {value!r}")
         lowest = 0 if name in may_be_zero else 1e-30
-        if name in TYPE_OF and type_ in (int, float) and not lowest <= value < 2**62:
+        if TYPE_OF.get(name) in (int, float) and not lowest <= value < 2**62:
             raise UserError(f"{name} is out of range: {value}")
     gpu = cfg.device == "cuda" and torch.cuda.is_available()
     kl = cfg.use_kl_penalty and cfg.kl_coef

@@ -1734,9 +1734,11 @@ def test_an_empty_mask_is_zero_with_zero_gradient_and_bad_numbers_are_not_hidden
     assert torch.equal(first[0], loss) and first[1] == metadata, "None: the policy itself"
     bad = torch.zeros(2, 3)
     bad[1, 2] = math.nan
-    loss, _ = starter.compute_loss(torch.ones(2), bad.requires_grad_(), torch.zeros(2, 3), 0.2)
-    slope = torch.autograd.grad(loss.sum(), bad)[0]
-    assert loss.isnan().sum() == slope.isnan().sum() == 1, "the update is skipped"
+    for kl_coef in (0.0, 0.1):
+        loss, _ = starter.compute_loss(torch.ones(2), bad.requires_grad_(), torch.zeros(2, 3), 0.2,
+                                       ref, kl_coef)
+        slope = torch.autograd.grad(loss.sum(), bad)[0]
+        assert loss.isnan().sum() == slope.isnan().sum() == 1, "the update is skipped"
 
 
 def test_masked_means_by_hand():

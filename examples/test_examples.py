@@ -410,6 +410,11 @@ def test_turn_ends_are_ascii_texts(use):
         starter.TURN_ENDS = wrong
         with pytest.raises(starter.UserError, match=r"write ASCII texts, such as \('</call>',\)"):
             make_task(make_tokenizer()).turn_end_ids
+    starter.TURN_ENDS = ("</calc>",)
+    few = Tokenizer(models.BPE({"1": 0, "?": 1}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=few)
+    with pytest.raises(starter.UserError, match="no token of the model ends a text of TURN_ENDS"):
+        make_task(tokenizer).turn_end_ids
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
