@@ -83,7 +83,7 @@ class Bench:
         if not options.rollout:
             starter.load_policy_into_vllm_instance = nothing
         # What is to be measured is wrapped.
-        starter.init_vllm, starter.rollout_with_vllm = self.init_vllm, self.rollout_with_vllm
+        starter.init_vllm = self.init_vllm
         starter.log_train = self.log_train
         for name, phase in {"score": "ref_log_probs", "update_weights": "optimizer"}.items():
             setattr(starter, name, functools.partial(self.timed, phase, getattr(starter, name)))
@@ -99,6 +99,7 @@ class Bench:
         before = torch.cuda.memory_allocated()  # 0 without a GPU
         llm = self.original.init_vllm(policy, *args) if self.options.rollout else None
         self.engine = torch.cuda.memory_allocated() - before
+        starter.rollout_with_vllm = self.rollout_with_vllm  # after init_vllm has tried it out
         return llm
 
     def rollout_with_vllm(self, llm, prompts, params, *args):
