@@ -1811,7 +1811,7 @@ class Log:
         self.lock = lock(self.folder)
         os.register_at_fork(after_in_child=self.unlock)  # a reward's workers may outlive the run
         for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # folders of a killed process
-            shutil.rmtree(leftover, ignore_errors=True)
+            finish_and_remove(leftover, leftover.with_name(leftover.name.rsplit(".", 2)[0]))
         with written_whole(self.folder / "config.json") as temporary:
             temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1, default=str))
         step = saved["state"]["step"] if saved else -1
@@ -1948,7 +1948,14 @@ def written_whole(path):
     except Exception as error:
         raise RunFailed(f"cannot write {path} ({error}). Is the disk full?") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        finish_and_remove(folder, path)
+
+
+def finish_and_remove(folder, path):
+    """A kill between the two renames of written_whole() loses nothing."""
+    if (folder / "old").exists() and not path.exists():
+        (folder / "new").replace(path)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def generation_config_of(policy):

@@ -2093,6 +2093,39 @@ def test_a_file_or_folder_is_the_old_one_or_the_new_one(tmp_path):
         assert sorted(tmp_path.rglob("*")) == state and (path.is_dir() or path.read_text() == "new")
 
 
+def test_an_end_between_the_two_renames_of_a_folder_loses_nothing(tmp_path, monkeypatch):
+    def write(text):
+        with starter.written_whole(tmp_path / "best") as temporary:
+            temporary.mkdir()
+            (temporary / text).touch()
+
+    def end_there(how):
+        replace = Path.replace
+
+        def end_once(*paths):
+            monkeypatch.setattr(Path, "replace", replace)
+            how()
+        monkeypatch.setattr(Path, "replace", end_once)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    write("first")
+    end_there(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write("second")
+    assert [path.name for path in tmp_path.rglob("*")] == ["best", "second"]
+    child = os.fork()
+    if child == 0:
+        end_there(lambda: os._exit(9))
+        write("third")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not (tmp_path / "best").exists()
+    starter.Log(tmp_path, settings_of()).close()
+    assert (tmp_path / "best" / "third").exists() and not list(tmp_path.rglob("*.tmp"))
+
+
 def test_a_checkpoint_brings_back_weights_moments_reference_and_state(tmp_path, capsys):
     def make(seed):
         policy = make_policy(seed=seed)
