@@ -83,7 +83,7 @@ class Bench:
         if not options.rollout:
             starter.load_policy_into_vllm_instance = nothing
         # What is to be measured is wrapped.
-        starter.init_vllm = self.init_vllm
+        starter.init_vllm, starter.roll_out = self.init_vllm, self.roll_out
         starter.log_train = self.log_train
         for name, phase in {"score": "ref_log_probs", "update_weights": "optimizer"}.items():
             setattr(starter, name, functools.partial(self.timed, phase, getattr(starter, name)))
@@ -99,19 +99,18 @@ class Bench:
         before = torch.cuda.memory_allocated()  # 0 without a GPU
         llm = self.original.init_vllm(policy, *args) if self.options.rollout else None
         self.engine = torch.cuda.memory_allocated() - before
-        starter.rollout_with_vllm = self.rollout_with_vllm  # after init_vllm has tried it out
         return llm
 
-    def rollout_with_vllm(self, llm, prompts, params, *args):
+    def roll_out(self, llm, task, problems, params, *args):
         length = self.lengths.pop(0)
         params = params | {"max_tokens": length, "stop_token_ids": []}
-        self.last_rollout = llm, prompts, params
+        self.last_rollout = llm, [problem["prompt_ids"] for problem in problems], params
         if self.options.rollout:
-            responses = self.original.rollout_with_vllm(llm, prompts, params, *args)
+            responses = self.original.roll_out(llm, task, problems, params, *args)
         else:
-            shape = (len(prompts) * params["n"], length)
+            shape = (len(problems) * params["n"], length)
             rows = torch.randint(0, self.policy.model.config.vocab_size, shape).tolist()
-            responses = [starter.Response(row) for row in rows]
+            responses = [starter.Response(row, problem={"turns": []}) for row in rows]
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the update begins
         return responses

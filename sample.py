@@ -56,8 +56,7 @@ def read_settings(argv):
         del settings["temperature"]
     flags = [f"--{name}={value}" for name, value in settings.items()]
     cfg = starter.main([*flags, f"--n_eval={own.n_eval}"], only_settings=True)
-    vars(cfg).update(chat=own.chat, n_samples=own.n_samples, script=own.script or run.get("script"),
-                     functions=None if own.script else run.get("functions"))
+    vars(cfg).update(chat=own.chat, n_samples=own.n_samples, script=own.script or run.get("script"))
     if own.n_samples < 1:
         raise starter.UserError("n_samples must be at least 1")
     if is_greedy or own.chat:
@@ -65,9 +64,6 @@ def read_settings(argv):
     cfg.temperature = 0.0 if is_greedy else cfg.temperature
     if is_same_task and cfg.task != "countdown" and not cfg.eval_task:
         # Otherwise some problems would be problems that the run was trained on.
-        if starter.origin(cfg)["checksums"] != run.get("checksums", []):
-            raise starter.UserError(f"{cfg.task} is not here, or has changed since the run: set "
-                                    "--eval_task")
         cfg.n_eval = min(cfg.n_eval, run["n_eval"])
         for name in ("prompt", "max_prompt_tokens"):
             if getattr(cfg, name) != run[name]:
@@ -190,10 +186,6 @@ def chat(trainer, llm, task, params, max_prompt_tokens):
 def main(argv=None):
     cfg = read_settings(sys.argv[1:] if argv is None else argv)
     trainer = load_script(cfg.script)
-    found = trainer.origin(cfg).get("functions")
-    if cfg.functions not in (None, found):
-        raise starter.UserError(f"reward_fn and reply were {cfg.functions}, but {cfg.script} sets "
-                                f"{found}: set them outside its main(), or give --script")
     trainer.make_tiny(cfg.model_id)
     problems = trainer.read_task(cfg)
     policy, tokenizer = trainer.init_policy(cfg.model_id, cfg.device)

@@ -11,10 +11,8 @@ One step: sample a group of responses to each prompt and reward them. Make those
 their group more likely, the others less. PPO clipping limits further updates on the same
 responses; a KL penalty, off by default, keeps the model near its start (KL.md).
 """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
-
-START = time.perf_counter()
 
 if {"-h", "--help"} & set(sys.argv[1:]):  # before slow imports, also for scripts that import this
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
@@ -36,9 +34,9 @@ if IS_LAUNCHED:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
-import ast, builtins, contextlib, copy, dataclasses, difflib, fcntl, functools, gc, html, itertools
-import json, math, operator, random, re, shlex, shutil, tempfile, traceback, warnings
-import zipfile, zlib
+import ast, builtins, contextlib, copy, dataclasses, difflib, functools, gc, html, importlib
+import itertools, json, math, operator, random, re, shlex, shutil, tempfile, time, traceback
+import warnings, zipfile, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -94,11 +92,11 @@ def share(items):
 
 
 def on_all_ranks(function, *arguments):
-    """Call it. A UserError or RunFailed of one rank is raised on all: none waits for ever."""
+    """Call it. An error of one rank is raised on all: none waits for ever."""
     result = error = None
     try:
         result = function(*arguments)
-    except (UserError, RunFailed) as caught:
+    except (UserError, RunFailed, ImportError) as caught:
         error = caught
     for error in gather(error):
         if error:
@@ -107,6 +105,7 @@ def on_all_ranks(function, *arguments):
 
 
 def main(argv=None, only_settings=False):
+    began = time.perf_counter()
     # typed: on the command line; given: with the settings of the run to resume
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
     has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
@@ -189,18 +188,13 @@ def main(argv=None, only_settings=False):
     torch.use_deterministic_algorithms(cfg.device == "cpu")
     if only_settings:
         return cfg
-    global START
-    began, START = START or time.perf_counter(), None  # another run of this process has its own
     rows, eval_rows = on_all_ranks(read_task, cfg)
-    if cfg.resume and gather(is_finished(cfg))[0]:
-        return report(Path(cfg.resume), cfg)
     saved = on_all_ranks(load_checkpoint, cfg.resume) if cfg.resume else None
     on_all_ranks(make_tiny, cfg.model_id)
     print(f"loading {cfg.model_id} ...")
     policy, tokenizer = on_all_ranks(init_policy, cfg.model_id, cfg.device,
                                      cfg.gradient_checkpointing)
     task = Task(cfg, rows, eval_rows, tokenizer)
-    check_prompt_ids(task, policy)
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
     layout = "packed" if policy.layout is pack else "padded (slower)"
     print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}, rows {layout}")
@@ -212,13 +206,12 @@ def main(argv=None, only_settings=False):
     compile_and_shard(policy, cfg)
     llm = init_vllm(policy, cfg)
     folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0]).absolute()
-    try:
-        with contextlib.closing(on_all_ranks(Log, folder, cfg, saved)) as log:
-            train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
-            save_model(policy, tokenizer, folder / "model")
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = on_all_ranks(Log, folder, cfg, saved)
+    train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
+    log.close()
+    save_model(policy, tokenizer, folder / "model")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     report(folder, cfg)
 
 
@@ -228,8 +221,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     state = SimpleNamespace(step=0, next_problem=0, minutes=0.0, skipped=0, skips_in_a_row=0,
                             lr_factor=1.0, best_reward=-math.inf, ref_step=0, kl_factor=1.0,
-                            kl_smooth=0.0,
-                            unmeasured=None)  # metrics of a step whose evaluation failed
+                            kl_smooth=0.0)
     checkpoint_parts = log.folder, policy, optimizer, ref_model, state
     params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
     loss_settings = {
@@ -243,18 +235,9 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
         load_policy_into_vllm_instance(policy, llm)
-        if state.unmeasured:
-            with saved_if_it_fails(checkpoint_parts):
-                measured = evaluate_and_keep_best(policy, llm, task, params, log, state)
-            log.write(state.step, state.unmeasured | measured)
-            state.unmeasured = None
-            save_checkpoint(*checkpoint_parts)
     else:
         log.write(0, evaluate_and_keep_best(policy, llm, task, params, log, state))
     minutes_before, began = state.minutes, began or now()
-    if 0 < cfg.max_minutes < minutes_before:
-        print("max_minutes is over; raise it to train longer")
-        return
 
     while state.step < cfg.n_grpo_steps:
         step = state.step + 1
@@ -327,7 +310,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
                     "train/lr": optimizer.param_groups[0]["lr"], "train/kl_coef": kl_now,
                     "train/skipped_steps": state.skipped, "time/minutes": state.minutes}
-        on_all_ranks(check_agreement, metrics, details, cfg, step)
+        check_agreement(metrics, details, cfg, step)
         log_train(log, step, metrics, cfg)
         if cfg.kl_adaptive:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
@@ -336,12 +319,12 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             state.ref_step, state.kl_smooth = step, 0.0  # the average begins again
         is_late = 0 < cfg.max_minutes < state.minutes
         is_last = any(gather(is_late or step == cfg.n_grpo_steps))
-        if step % cfg.eval_every == 0 or is_last:
-            state.unmeasured = {name: float(value) for name, value in metrics.items()}
-            with saved_if_it_fails(checkpoint_parts):
-                metrics |= evaluate_and_keep_best(policy, llm, task, params, log, state)
-            state.unmeasured = None
-        log.write(step, metrics)
+        try:
+            if step % cfg.eval_every == 0 or is_last:
+                with saved_if_it_fails(checkpoint_parts):
+                    metrics |= evaluate_and_keep_best(policy, llm, task, params, log, state)
+        finally:
+            log.write(step, metrics)
         is_interrupted = any(gather(len(signals)))
         if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             save_checkpoint(*checkpoint_parts)
@@ -387,8 +370,7 @@ def reward_fn(generated_text, ground_truth):
 # All patterns take linear time, whatever the text.
 TAGS = r"<answer>((?:(?!</?answer>).)*)</answer>"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-BEGIN = r"####|<answer>|\\boxed\{"
-HASHES = rf"####\s*((?!{BEGIN})\S(?:(?!{BEGIN})[^\n])*)"
+HASHES = r"####[ *]*([$+.-]{0,2}[0-9][^\n<#\\]*)"
 ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
 NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
 UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
@@ -402,10 +384,7 @@ def final_answer(text, pattern=ANSWERS):
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     answer = None
     for match in re.finditer(pattern, text, re.DOTALL):
-        found = match[match.lastindex].strip()
-        is_heading = match.lastindex == 3 and parse_number(found)[0] is None
-        if answer is None or not is_heading:
-            answer = found
+        answer = match[match.lastindex].strip()
     inner = final_answer(answer, pattern) if answer else None  # <answer>\boxed{5}</answer>
     return answer if inner is None else inner
 
@@ -465,15 +444,14 @@ def checked_reward(reward_fn, text, problem, is_cut_off=False):
 
 @contextlib.contextmanager
 def errors_shown(name, text):
-    """A mistake in the user's function shows its line and the text."""
+    """A mistake in the user's function stops the run and shows its line and the text."""
     try:
         yield
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # exit() in code that it runs, a cancelled task
+    except BaseException as error:  # also exit() in code that it runs
         wrong = UserError(f"{name}: {error!r} for the response {text[:300]!r}")
-        places = traceback.format_tb(error.__traceback__.tb_next.tb_next)  # not in this file
-        wrong.add_note("".join(places))
+        wrong.add_note("".join(traceback.format_tb(error.__traceback__)[2:]))
         raise wrong from error
 
 
@@ -592,15 +570,17 @@ class Task:
                             "(those with the prompt of a held-out row are left out)")
 
     def encode_rows(self, rows):
+        """-> those that are not too long"""
         rows, limit = [self.encode(row) for row in rows], self.cfg.max_prompt_tokens
-        long = [n for row in rows if (n := len(row["prompt_ids"])) > limit]
-        if long:
-            text = (f"{len(long)} of {len(rows)} prompts are longer than "
-                    f"max_prompt_tokens={limit}; for all of them: --max_prompt_tokens={max(long)}")
+        short = [row for row in rows if len(row["prompt_ids"]) <= limit]
+        if len(short) < len(rows):
+            longest = max(len(row["prompt_ids"]) for row in rows)
+            text = (f"{len(rows) - len(short)} of {len(rows)} prompts are longer than "
+                    f"max_prompt_tokens={limit}; for all of them: --max_prompt_tokens={longest}")
             if self.cfg.task == "countdown":
                 raise UserError(text)
             print(f"!!! left out: {text}")
-        return [row for row in rows if len(row["prompt_ids"]) <= limit]
+        return short
 
     def encode(self, problem):
         rendered = render_chat(problem["prompt"], self.tokenizer)
@@ -622,25 +602,15 @@ class Task:
     def turn_end_ids(self):
         """Tokens in which a text of TURN_ENDS may end: they contain it, or begin with its end"""
         ids = []
-        if isinstance(TURN_ENDS, str) or not all(
-                isinstance(x, str) and x and x.isascii() for x in TURN_ENDS):
-            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write ASCII texts, such as ('</call>',)")
         for token in range(len(self.tokenizer) if TURN_ENDS else 0):
             text = self.tokenizer.decode([token])
             starts = tuple(text[:i] for i in range(1, len(text) + 1))
             if any(end in text or end.endswith(starts) for end in TURN_ENDS):
                 ids.append(token)
-        if TURN_ENDS and not ids:
-            raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
+        if isinstance(TURN_ENDS, str) or (TURN_ENDS and not ids):
+            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write texts that tokens of the model end, "
+                            "such as ('</call>',)")
         return ids
-
-
-def check_prompt_ids(task, policy):
-    n_tokens = policy.model.get_input_embeddings().num_embeddings
-    for row in task.held_out + task.training:
-        if (last_id := max(row["prompt_ids"], default=0)) >= n_tokens:
-            raise UserError(f"{task.tokenizer.decode([last_id])!r} in the prompts is not in the "
-                            f"model, which has {n_tokens} tokens: resize its embeddings")
 
 
 def identity(row):
@@ -665,20 +635,12 @@ def render_chat(prompt, tokenizer):
 
 def render_reply(said, tokenizer):
     """-> what the chat template puts between a turn of the model and its next one"""
-    messages = [{"role": role, "content": text} for role, text in (
-        ("user", "?"), ("assistant", "MODELS_TURN"), ("user", said))]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MODELS_TURN"},
+                {"role": "user", "content": said}]
     _, is_shown, text = render_chat(messages, tokenizer).partition("MODELS_TURN")
     if not is_shown:
         raise UserError("reply() needs a chat template that shows earlier turns")
     return text
-
-
-def encode_after(before, text, tokenizer):
-    """-> ids of the text. Mistral's and Llama 2's add a space to the first text."""
-    head, whole = (tokenizer.encode(x, add_special_tokens=False) for x in (before, before + text))
-    if whole[:len(head)] == head:
-        return whole[len(head):]
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def find_stop_ids(model, tokenizer):
@@ -1105,7 +1067,7 @@ class Response(NamedTuple):
     logps: list = ()  # the sampler's log-prob of each
     mask: list = None  # which tokens the model chose; None: all
     finished: bool = True  # False: cut off at max_tokens or max_turns
-    problem: dict = None  # with its turns, if there is a reply()
+    problem: dict = None  # a copy for this response, with its turns
 
 
 def context_of(config):
@@ -1118,55 +1080,29 @@ def context_of(config):
 
 
 def init_vllm(policy, cfg):
-    """-> vLLM, or TorchSampler, with the policy's weights; the same on all ranks"""
+    """-> vLLM with the policy's weights; TorchSampler if vLLM is not installed or not wanted"""
     context = context_of(policy.model.config)
     if cfg.max_prompt_tokens + cfg.max_tokens > context:
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
     if cfg.use_vllm:
         print("starting vLLM ...")
-        # Go on only if a step worked on all ranks: they wait for each other in the next one.
-        llm_class, failure = attempt(import_vllm)
-        is_missing = failure != ""
-        if not failure:
-            llm, failure = attempt(start_vllm, llm_class, policy, cfg)
-            if failure.startswith(("ImportError", "OSError")) or "'_C'" in failure:
-                is_missing = True  # built for another torch
-        if not failure:
-            _, failure = attempt(load_policy_into_vllm_instance, policy, llm)
-        failure = failure or try_out(llm, cfg)
-        if not failure:
+        try:
+            vllm = on_all_ranks(importlib.import_module, "vllm")  # ranks start it together
+            llm = start_vllm(vllm.LLM, policy, cfg)
+            load_policy_into_vllm_instance(policy, llm)
+            params = init_sampling_params(cfg, 1, []) | {"max_tokens": 1, "min_tokens": 0}
+            rollout_with_vllm(llm, [[0]], params, 0, 0)  # does it work?
             gc.freeze()  # collecting vLLM's objects is slow
             return llm
-        if not is_missing:
-            raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. Set "
-                            "--use_vllm=False, or change gpu_mem_util if it is about memory")
-        print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
+        except Exception as error:
+            failure = " ".join(repr(error).split())[:400]
+            if not isinstance(error, ImportError | OSError) and "'_C'" not in failure:
+                raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. "
+                                "Set --use_vllm=False, or change gpu_mem_util if it is about "
+                                "memory") from error
+            print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
     cfg.vllm_sleep = False
-    sampler = TorchSampler(policy)
-    if failure := try_out(sampler, cfg):
-        raise RunFailed(f"torch cannot sample {type(policy.model).__name__}: {failure:.150}")
-    return sampler
-
-
-def try_out(llm, cfg):
-    """-> why it cannot sample from this model, if so"""
-    params = init_sampling_params(cfg, 2, []) | {"max_tokens": 2, "min_tokens": 0}
-    return attempt(rollout_with_vllm, llm, [[0], [0, 0]], params, 0, 0)[1]
-
-
-def attempt(function, *arguments):
-    """-> (result, error of any rank as text)"""
-    result, failure = None, ""
-    try:
-        result = function(*arguments)
-    except Exception as error:
-        failure = " ".join(repr(error).split())[:400]
-    return result, max(gather(failure))  # any that is not empty
-
-
-def import_vllm():
-    from vllm import LLM
-    return LLM
+    return TorchSampler(policy)
 
 
 def start_vllm(llm_class, policy, cfg):
@@ -1246,72 +1182,63 @@ def collect(llm, task, params, cfg, state, seconds):
     started = now()
     responses = on_all_ranks(roll_out, llm, task, problems, params, cfg.seed, state.step + 1, first)
     sampled = now()
-    graded, texts, rewards = on_all_ranks(grade, task, problems, responses, params, reward_fn)
+    texts, rewards = on_all_ranks(grade, responses, reward_fn, cfg.reward_truncated, params["n"])
     seconds |= {"rollout": sampled - started, "reward": now() - sampled}
     state.next_problem += n_prompts  # last: after an error the step is repeated
-    return graded, responses, texts, torch.tensor(rewards)
+    return repeat(problems, cfg.group_size), responses, texts, torch.tensor(rewards)
 
 
 def repeat(items, n):
     return [item for item in items for _ in range(n)]
 
 
-def grade(task, problems, responses, params, reward_fn):
-    """-> for each response: its problem with the turns, what the model said, its reward"""
-    graded, texts, cut_off = [], [], []
-    for problem, response in zip(repeat(problems, params["n"]), responses, strict=True):
-        text = decode(task.tokenizer, response.ids, params["stop_token_ids"])
-        problem = response.problem or own_copy(problem, [{"role": "assistant", "content": text}])
-        said = [turn["content"] for turn in problem["turns"] if turn["role"] == "assistant"]
-        graded.append(problem)
+def grade(responses, reward_fn, reward_truncated, group_size):
+    """-> (what the model said in each response, rewards)"""
+    texts, problems, cut_off = [], [], []
+    for response in responses:
+        turns = response.problem["turns"]
+        said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         texts.append("\n".join(said))
-        cut_off.append(not (response.finished or task.cfg.reward_truncated))
-    # reward_fn may change its own.
-    kept = [problem | {"prompt_ids": [*problem.get("prompt_ids", ())]} for problem in graded]
-    rewards = [checked_reward(reward_fn, *item) for item in zip(texts, graded, cut_off)]
+        problems.append(response.problem)
+        cut_off.append(not (response.finished or reward_truncated))
+    rewards = [checked_reward(reward_fn, *item) for item in zip(texts, problems, cut_off)]
     # Cut off: 0, or the lowest of the group. Among negative rewards 0 would be a refuge.
-    lowest = np.reshape(rewards, (-1, params["n"])).min(1).repeat(params["n"])
-    return kept, texts, np.where(cut_off, lowest, rewards).tolist()
-
-
-def own_copy(problem, turns):
-    """For one response: reward_fn and reply() may change it."""
-    ids = list(problem.get("prompt_ids", ()))  # deepcopy is slow for long lists
-    return copy.deepcopy(problem | {"prompt_ids": None}) | {"prompt_ids": ids, "turns": turns}
+    lowest = np.reshape(rewards, (-1, group_size)).min(1).repeat(group_size)
+    return texts, np.where(cut_off, lowest, rewards).tolist()
 
 
 def roll_out(llm, task, problems, params, seed, step, first=0):
     """-> n Responses to each problem, in turns if there is a reply()"""
     prompts, n = [problem["prompt_ids"] for problem in problems], params["n"]
-    if reply is None:
-        return rollout_with_vllm(llm, prompts, params, seed, step, first)
     games = [Game(problem, task, params) for problem in repeat(problems, n)]
     active = dict(enumerate(games, first * n))
     params = params | {"stop_token_ids": params["stop_token_ids"] + task.turn_end_ids}
     parts = rollout_with_vllm(llm, prompts, params, seed, step, first)
     for turn in itertools.count(2):
-        pool = ThreadPoolExecutor(32)  # a reply may take time
-        try:
+        with ThreadPoolExecutor(32) as pool:  # a reply may take time
             list(pool.map(Game.play, active.values(), parts))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for it
-        active = {i: game for i, game in active.items() if not game.is_over}
+        active = {i: game for i, game in active.items() if not game.is_over()}
         if not active:
             return [Response(x.ids, x.logps, x.mask, x.finished, x.problem) for x in games]
         params |= {"n": 1, "min_tokens": 0, "max_tokens": max(x.room for x in active.values())}
-        prompts = [game.problem["prompt_ids"] + game.ids for game in active.values()]
+        prompts = [game.prompt_ids + game.ids for game in active.values()]
         names = [f"{i}/{turn}" for i in active]
         parts = rollout_with_vllm(llm, prompts, params, seed, step, names=names)
 
 
 class Game:
-    """A response in turns"""
+    """A response: turns of the model, and between them what reply() says"""
 
     def __init__(self, problem, task, params):
         self.task, self.stop_ids, self.room = task, params["stop_token_ids"], params["max_tokens"]
-        self.problem = own_copy(problem, [])
+        self.prompt_ids = problem["prompt_ids"]
+        # A copy that reward_fn and reply() may change; copying the ids would be slow.
+        self.problem = copy.deepcopy(problem | {"prompt_ids": None, "turns": []})
         self.ids, self.logps, self.mask, self.turn_start, self.n_turns = [], [], [], 0, 0
-        self.is_over = self.finished = False
+        self.finished = False
+
+    def is_over(self):
+        return self.finished or self.room == 0 or self.n_turns == self.task.cfg.max_turns
 
     def extend(self, ids, logps, is_chosen):
         ids = ids[:self.room]
@@ -1319,7 +1246,6 @@ class Game:
         self.logps += logps[:len(ids)]
         self.mask += [is_chosen] * len(ids)
         self.room -= len(ids)
-        self.is_over = self.room == 0
 
     def play(self, part):
         """Add what the model wrote; if that ends its turn, what reply() says."""
@@ -1328,30 +1254,28 @@ class Game:
         text = decode(tokenizer, self.ids[self.turn_start:], self.stop_ids)
         is_message = self.ids[-1] in self.stop_ids
         has_ended = is_message or any(end in text for end in TURN_ENDS)
-        if has_ended or self.is_over:
+        if has_ended or self.room == 0:
             turns.append({"role": "assistant", "content": text})
         if not has_ended:
             return
-        with errors_shown("reply", text):
-            said = reply(self.problem, text)
-            if not isinstance(said, str | None):
-                raise TypeError(f"{said!r} is neither a text nor None")
-            (said or "").encode()  # raises where no tokenizer can read it
-        self.n_turns += 1
+        said = None
+        if reply:
+            with errors_shown("reply", text):
+                said = reply(self.problem, text)
+                (said or "").encode()  # a text that tokenizers can read
         self.finished = said is None
-        self.is_over |= self.finished or self.n_turns == self.task.cfg.max_turns
-        if self.is_over:
+        self.n_turns += 1
+        if self.is_over():
             return
-        rendered, end = said, next((end for end in TURN_ENDS if end in text), "")
+        rendered = said
         if is_message:
             rendered, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
             if rendered.lstrip().startswith(end):  # it is there already
                 rendered = rendered.lstrip().removeprefix(end)
-        rendered = rendered[:1000 * self.room]  # megabytes would take minutes
-        ids = encode_after(end, rendered, tokenizer)
+        ids = tokenizer.encode(rendered, add_special_tokens=False)
         self.extend(ids, [0.0] * len(ids), False)
         self.turn_start = len(self.ids)
-        if not self.is_over:  # so the last turn is always the model's
+        if self.room:  # so the last turn is always the model's
             turns.append({"role": "environment", "content": said})
 
 
@@ -1383,8 +1307,7 @@ class TorchSampler:
         self.model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=policy.compute_dtype)
         self.model.to(policy.device).eval()
-        is_mamba = "cache_params" in self.model.forward.__code__.co_varnames
-        self.cache_name = "cache_params" if is_mamba else "past_key_values"
+        self.is_mamba = "cache_params" in self.model.forward.__code__.co_varnames
         for weight in [w for w in self.model.parameters() if w.dim() == 2]:
             weight.data = weight.data.T.contiguous().T  # by columns: faster on a CPU
         load_policy_into_vllm_instance(policy, self)
@@ -1393,7 +1316,6 @@ class TorchSampler:
     def generate(self, prompts, params, seeds):
         n, limit, stop_ids = params["n"], params["max_tokens"], params["stop_token_ids"]
         width, half, device = max(map(len, prompts)), len(prompts) // 2, self.model.device
-        context = context_of(self.model.config)
         if half and len(prompts) * n * (width + limit) > CACHE_LIMIT:
             return (self.generate(prompts[:half], params, seeds[:half])
                     + self.generate(prompts[half:], params, seeds[half:]))
@@ -1402,15 +1324,15 @@ class TorchSampler:
         ids = torch.tensor([[-1] * (width - len(p)) + p for p in prompts], device=device)  # [P, W]
         mask, ids = (ids >= 0).long(), ids.clamp(min=0)
         tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
+        caches = {"cache_params" if self.is_mamba else "past_key_values": cache}
         is_done = torch.tensor(False, device=device)
         while len(tokens) < limit and not is_done.all():
+            new = slice(-ids.shape[1], None)
             # A game may run past the context, as all have one max_tokens here. It is cut later.
-            positions = (mask.cumsum(1) - 1).clamp(0, context - 1)[:, -ids.shape[1]:]
-            # Mamba's mask is of the new tokens only.
-            seen = mask[:, -ids.shape[1]:] if self.cache_name == "cache_params" else mask
+            positions = (mask.cumsum(1) - 1).clamp(0, context_of(self.model.config) - 1)[:, new]
+            seen = mask[:, new] if self.is_mamba else mask
             logits = self.model(ids, attention_mask=seen, position_ids=positions, use_cache=True,
-                                logits_to_keep=1, **{self.cache_name: cache}).logits
-            logits = logits[:, -1].float()
+                                logits_to_keep=1, **caches).logits[:, -1].float()
             if not tokens:  # a prompt is read once
                 copies = torch.arange(len(ids), device=device).repeat_interleave(n)
                 cache.reorder_cache(copies)
@@ -1739,22 +1661,17 @@ def adapt_kl_coef(state, kl, cfg):
 
 def evaluate_model(llm, task, params, stop_ids, reward_fn=None):
     """-> (metrics, a dict per response) on held-out problems, with fixed seeds"""
-    reward_fn = reward_fn or globals()["reward_fn"]  # as it is now
     problems, first = share(task.held_out)
     params = params | {"stop_token_ids": stop_ids}
     responses = on_all_ranks(roll_out, llm, task, problems, params, 0, "eval", first)
-    graded = on_all_ranks(grade, task, problems, responses, params, reward_fn)
-    # The answer as it was: reward_fn may have changed that of its copy.
-    rows = [{"prompt": problem["rendered"], "response": text, "turns": copied["turns"],
+    texts, rewards = on_all_ranks(grade, responses, reward_fn or globals()["reward_fn"],
+                                  task.cfg.reward_truncated, max(1, len(responses)))
+    rows = [{"prompt": problem["rendered"], "response": text, "turns": response.problem["turns"],
              "reward": reward, "answer": problem.get("answer") or problem["solution"],
              "tokens": len(response.ids), "cut_off": not response.finished}
-            for problem, copied, text, reward, response in zip(
-                repeat(problems, params["n"]), *graded, responses)]
+            for problem, text, reward, response in zip(
+                repeat(problems, params["n"]), texts, rewards, responses, strict=True)]
     rows = sum(gather(rows), [])
-    lowest = min(row["reward"] for row in rows)
-    for row in rows:
-        if row["cut_off"] and not task.cfg.reward_truncated:
-            row["reward"] = lowest  # 0, or less: of all, since a group here is often one response
     rewards = np.array([row["reward"] for row in rows])
     accuracy = (rewards >= 0.9).mean()
     return {"eval/accuracy": accuracy, "eval/mean_reward": rewards.mean(),
@@ -1805,28 +1722,25 @@ class Log:
     """A run's records, written by rank 0"""
 
     def __init__(self, folder, cfg, saved=None):
-        self.folder, self.writer, self.warned = Path(folder), None, set()
+        self.folder, self.warned = Path(folder), set()
         if RANK:
             return
-        self.lock = lock(self.folder)
-        os.register_at_fork(after_in_child=self.unlock)  # a reward's workers may outlive the run
-        for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # folders of a killed process
-            finish_and_remove(leftover, leftover.with_name(leftover.name.rsplit(".", 2)[0]))
+        for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # of a killed process
+            shutil.rmtree(leftover)
         with written_whole(self.folder / "config.json") as temporary:
-            temporary.write_text(json.dumps(vars(cfg) | origin(cfg), indent=1, default=str))
+            settings = vars(cfg) | {"script": started_script()}
+            temporary.write_text(json.dumps(settings, indent=1, default=str))
         step = saved["state"]["step"] if saved else -1
-        if saved and saved["state"].get("unmeasured"):
-            step -= 1  # its row is written after its evaluation
         for name in ("samples.jsonl", "metrics.jsonl"):
             rows = [row for row in read_rows(self.folder / name) if row["step"] <= step]
             with written_whole(self.folder / name) as temporary:  # later steps are repeated
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.history = read_rows(self.folder / "metrics.jsonl")[1:]  # without step 0
+        self.history = rows[1:]  # metrics from step 1 on
         from torch.utils.tensorboard import SummaryWriter, summary
         events = self.folder.parent / "tb" / self.folder.name
         self.writer = SummaryWriter(events, purge_step=step + 1)
         settings = {name: value if isinstance(value, str | int | float) else str(value)
-                    for name, value in vars(cfg).items()}
+                    for name, value in settings.items()}
         self.writer.file_writer.add_summary(summary.hparams(settings, {})[1])
 
     def append(self, name, row):
@@ -1843,14 +1757,8 @@ class Log:
         self.writer.flush()
 
     def close(self):
-        if self.writer:
+        if RANK == 0:
             self.writer.close()
-            self.unlock()
-
-    def unlock(self):
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
 
 
 def read_rows(path):
@@ -1867,25 +1775,20 @@ def report(folder, cfg):
     if RANK:
         return
     rows = read_rows(folder / "metrics.jsonl")
-    first, *later = [row for row in rows if "eval/accuracy" in row] or [None]
-    model = "model"
-    if first:
-        print(f"\nHeld-out accuracy, sampled: {first['eval/accuracy']:.1%}", end="")
+    first, *later = [row for row in rows if "eval/accuracy" in row]
+    line, model = f"Held-out accuracy, sampled: {first['eval/accuracy']:.1%}", "model"
     if later:
         last, best = later[-1], max(later, key=lambda row: row["eval/mean_reward"])
-        accuracy = last["eval/accuracy"]
-        print(f" -> {accuracy:.1%} at step {last['step']}", end="")
-        is_better = best["eval/accuracy"] > accuracy + last.get("eval/margin", 0.0)
+        line += f" -> {last['eval/accuracy']:.1%} at step {last['step']}"
+        is_better = best["eval/accuracy"] > last["eval/accuracy"] + last["eval/margin"]
         if is_better and (folder / "best").exists():
+            line += f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/"
             model = "best"
-            print(f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/", end="")
     name = shlex.quote(str(folder))
-    print(f"\n  try it    python sample.py --model_id={name}/{model}\n"
+    print(f"\n{line}\n  try it    python sample.py --model_id={name}/{model}\n"
           f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
-    if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
-        is_late = 0 < cfg.max_minutes < rows[-1].get("time/minutes", 0.0)
-        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}"
-              + " --max_minutes=0" * is_late)
+    if rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
+        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}")
 
 
 def log_train(log, step, metrics, cfg):
@@ -1948,27 +1851,7 @@ def written_whole(path):
     except Exception as error:
         raise RunFailed(f"cannot write {path} ({error}). Is the disk full?") from error
     finally:
-        finish_and_remove(folder, path)
-
-
-def finish_and_remove(folder, path):
-    """A kill between the two renames of written_whole() loses nothing."""
-    if (folder / "old").exists() and not path.exists():
-        (folder / "new").replace(path)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def generation_config_of(policy):
-    """The model's own with the end tokens of training, or a plain one if it cannot be saved"""
-    own = copy.deepcopy(policy.model.generation_config)
-    own.eos_token_id = policy.stop_ids or None
-    own.temperature = own.temperature or None  # 0 means greedy, which do_sample says
-    for do_sample in (own.do_sample, True):  # a temperature without it cannot be saved
-        own.do_sample = do_sample
-        with contextlib.suppress(ValueError):
-            own.validate(strict=True)
-            return own
-    return GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_model(policy, tokenizer, folder):
@@ -1976,7 +1859,8 @@ def save_model(policy, tokenizer, folder):
     config, dtype = copy.deepcopy(policy.model.config), policy.compute_dtype
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    shell.generation_config = generation_config_of(policy)
+    shell.generation_config = GenerationConfig(  # samples, and ends, as in training
+        do_sample=True, eos_token_id=policy.stop_ids or None, pad_token_id=config.pad_token_id)
     tied = "lm_head.weight" if config.tie_word_embeddings else None
     # All ranks go through the loop: full_weights() gathers.
     weights = {name: weight.detach().to("cpu", dtype) for name, weight in full_weights(policy)
@@ -2024,14 +1908,6 @@ def saved_if_it_fails(checkpoint_parts):
         raise
 
 
-def is_finished(cfg):
-    """Is the run to resume at its last step, and its model written since?"""
-    model = Path(cfg.resume, "model")
-    newest = max(checkpoints(cfg.resume), default=None)
-    return (newest and model.exists() and int(newest.stem[5:]) >= cfg.n_grpo_steps
-            and os.path.getmtime(model) > os.path.getmtime(newest))
-
-
 def load_checkpoint(folder):
     """-> the newest intact checkpoint; None if nothing was saved. No code in it is run."""
     for path in reversed(checkpoints(folder)):
@@ -2055,9 +1931,6 @@ def restore(saved, policy, optimizer, ref_model, state):
     if saved["ref"] and ref_model:
         state_dicts.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     vars(state).update(saved["state"])
-    if state.ref_step and ref_model and not saved["ref"]:  # the penalty was off for a while
-        print("!!! the refreshed reference is gone: the KL is that to the starting model")
-        state.ref_step = 0
     saved.clear()
 
 
@@ -2079,26 +1952,9 @@ def catch_signals():
 
 # ---- 6. Settings: command line, checks, run folder
 
-# Hyperparameters by type; one of your own may have any.
-TYPES = {
-    str: "model_id device out_dir resume task eval_task prompt operations loss_type kl_estimator "
-         "kl_in",
-    bool: "gradient_checkpointing compile use_vllm reward_truncated vllm_sleep "
-          "use_std_normalization use_kl_penalty kl_importance_weight kl_adaptive ref_offload",
-    float: "max_minutes temperature gpu_mem_util lr max_grad_norm clip_range clip_range_high "
-           "kl_coef target_kl",
-    int: "lora_rank seed n_grpo_steps eval_every n_eval save_every n_numbers max_number "
-         "rollout_batch_size group_size min_tokens max_tokens max_prompt_tokens max_turns "
-         "warmup_steps inner_epochs n_minibatches gradient_accumulation_steps "
-         "tokens_per_microbatch ref_update_every"}
-TYPE_OF = {name: type_ for type_, names in TYPES.items() for name in names.split()}
 # These cannot change on resume.
 FIXED = ("model_id lora_rank seed task eval_task prompt n_eval max_prompt_tokens n_numbers "
          "max_number operations").split()
-# These are not in the name of a run folder.
-HOUSEKEEPING = ("resume out_dir n_grpo_steps max_minutes eval_every n_eval save_every eval_task "
-                "device use_vllm gpu_mem_util vllm_sleep compile gradient_checkpointing "
-                "max_prompt_tokens tokens_per_microbatch").split()
 
 
 def read_arguments(argv):
@@ -2121,39 +1977,24 @@ def settings_of_run(typed):
     folder = Path(typed.get("out_dir", "out"), "latest") if is_latest else Path(typed["resume"])
     try:
         saved = dict(json.loads((folder / "config.json").read_text()))
-        script, checksums = saved.pop("script"), saved.pop("checksums")
-        saved.pop("functions", None)  # for sample.py
-        now_made_of = origin(SimpleNamespace(**saved))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        script = Path(saved.pop("script"))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"no run to resume in {folder} ({error!r})") from None
-    started = now_made_of["script"]
-    are_cells = all("<" in x or "ipykernel" in x for x in (script, started))  # of a notebook
-    if Path(started).name != Path(script).name and not are_cells:
+    if script.name != Path(started_script()).name:
         raise UserError(f"this run has the reward of {script}: resume it with that")
-    if now_made_of["checksums"] != checksums:
-        raise UserError(f"{saved['task']} or eval_task has changed since the run began, or is gone")
-    if started != script:
-        print(f"changed on resume: script {script} -> {started}")
-    changes = {name: typed[name] for name in typed.keys() & saved.keys() - {"resume", "out_dir"}}
     changed = SimpleNamespace(**saved)
-    override(changed, changes)
-    for name in sorted(changes):
-        if getattr(changed, name) != saved[name]:
+    override(changed, {name: typed[name] for name in typed.keys() - {"resume", "out_dir"}})
+    for name, value in vars(changed).items():
+        if value != saved[name]:
             if name in FIXED:
                 raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
-            print(f"changed on resume: {name} {saved[name]} -> {typed[name]}")
+            print(f"changed on resume: {name} {saved[name]} -> {value}")
     return saved | typed | {"resume": str(folder.resolve())}
 
 
-def origin(cfg):
-    """-> what a run is made of beside its settings: the file of its reward, its data"""
-    files = [Path(name) for name in (cfg.task, cfg.eval_task) if Path(name).is_file()]
-    code = getattr(reply or reward_fn, "__code__", None)  # a partial() has none
-    script = code.co_filename if code else sys.argv[0]
-    script = getattr(sys.modules["__main__"], "__file__", script)  # a notebook has none
-    return {"script": os.path.abspath(script),
-            "functions": [getattr(x, "__qualname__", None) for x in (reward_fn, reply)],
-            "checksums": [zlib.crc32(file.read_bytes()) for file in files]}
+def started_script():
+    """-> the file that has the reward; in a notebook the name of the program"""
+    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", sys.argv[0]))
 
 
 def override(cfg, given):
@@ -2163,39 +2004,41 @@ def override(cfg, given):
             hint = f"did you mean {near[0]}?" if near else "--help lists them"
             raise UserError(f"there is no hyperparameter {name}: {hint}")
         default = getattr(cfg, name)
-        type_ = TYPE_OF.get(name, type(default))
         try:
-            if type_ is bool:
-                value = {"true": 1, "1": 1, "false": 0, "0": 0}[str(value).lower()]
-            setattr(cfg, name, value if type(value) is type_ else type_(value))
+            if isinstance(default, bool):
+                value = {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+            elif type(value) is not type(default):
+                value = type(default)(value)
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--{name}={value}: expected something like {default}") from None
+        setattr(cfg, name, value)
+
+
+MAY_BE_ZERO = ("seed lora_rank save_every min_tokens warmup_steps max_grad_norm kl_coef "
+               "clip_range_high max_minutes ref_update_every").split()
+ABOVE_ZERO = ("n_grpo_steps eval_every n_eval n_numbers max_number rollout_batch_size group_size "
+              "temperature max_tokens max_prompt_tokens max_turns gpu_mem_util lr inner_epochs "
+              "n_minibatches gradient_accumulation_steps tokens_per_microbatch clip_range "
+              "target_kl").split()
 
 
 def check_settings(cfg, typed):
-    may_be_zero = ("seed lora_rank save_every min_tokens warmup_steps max_grad_norm kl_coef "
-                   "clip_range_high max_minutes ref_update_every").split()
-    for name, value in vars(cfg).items():
-        type_ = TYPE_OF.get(name, type(value))
-        if type(value) is not type_ and (type(value), type_) != (int, float):
-            raise UserError(f"{name} must be {type_.__name__}, not {value!r}")
-        lowest = 0 if name in may_be_zero else 1e-30
-        if TYPE_OF.get(name) in (int, float) and not lowest <= value < 2**62:
+    for name in MAY_BE_ZERO + ABOVE_ZERO:
+        lowest, value = 0 if name in MAY_BE_ZERO else 1e-30, getattr(cfg, name)
+        if not lowest <= value < 2**62:
             raise UserError(f"{name} is out of range: {value}")
-    gpu = cfg.device == "cuda" and torch.cuda.is_available()
-    kl = cfg.use_kl_penalty and cfg.kl_coef
-    needs_kl = cfg.kl_adaptive or cfg.ref_update_every or cfg.ref_offload
-    if not cfg.use_kl_penalty:
-        named = {name for name in typed if name.startswith(("kl_", "target_kl"))}
-        needs_kl = needs_kl or named - {"kl_adaptive"}
+    has_gpu = cfg.device == "cuda" and torch.cuda.is_available()
+    has_kl = cfg.use_kl_penalty and cfg.kl_coef
+    needs_kl = cfg.kl_adaptive or cfg.ref_update_every or cfg.ref_offload or (
+        not cfg.use_kl_penalty and {"kl_coef", "kl_estimator", "kl_in", "target_kl"} & typed.keys())
     rules = {
-        "device is cpu, or cuda with a GPU": cfg.device == "cpu" or gpu,
-        "vllm_sleep and ref_offload need a GPU": gpu or not (cfg.vllm_sleep or cfg.ref_offload),
+        "device must be cpu, or cuda with a GPU": cfg.device == "cpu" or has_gpu,
+        "vllm_sleep and ref_offload need a GPU": has_gpu or not (cfg.vllm_sleep or cfg.ref_offload),
         "loss_type must be grpo, dr_grpo or dapo": cfg.loss_type in ("grpo", "dr_grpo", "dapo"),
         f"kl_estimator must be one of {', '.join(ESTIMATORS)}": cfg.kl_estimator in ESTIMATORS,
         "kl_in must be loss, or reward with kl_estimator=k1":
             cfg.kl_in == "loss" or (cfg.kl_in, cfg.kl_estimator) == ("reward", "k1"),
-        "the KL penalty is off: set use_kl_penalty and kl_coef": kl or not needs_kl,
+        "the KL penalty is off: set use_kl_penalty and kl_coef": has_kl or not needs_kl,
         "no ref_update_every or ref_offload with lora_rank":
             not (cfg.lora_rank and (cfg.ref_update_every or cfg.ref_offload)),
         "group_size must be at least 2 and divide rollout_batch_size":
@@ -2212,7 +2055,7 @@ def check_settings(cfg, typed):
     for rule, is_kept in rules.items():
         if not is_kept:
             raise UserError(rule)
-    if kl and (cfg.kl_in, cfg.kl_estimator, cfg.kl_importance_weight) == ("loss", "k1", False):
+    if has_kl and (cfg.kl_in, cfg.kl_estimator, cfg.kl_importance_weight) == ("loss", "k1", False):
         print("!!! unweighted k1 in the loss is no penalty (KL.md)")
 
 
@@ -2223,37 +2066,27 @@ def start_process_group(device):
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD)
 
 
-def lock(folder, wait=False):
-    """-> a descriptor. Until it is closed, no other process gets this lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise UserError(f"another process is writing to {folder}") from None
-    return descriptor
-
-
 def make_run_folder(cfg, given):
     """Rank 0 -> a new folder such as out/0003_lr=1e-4, also called out/latest"""
     if RANK:
         return None
     out, label = Path(cfg.out_dir), ""
-    for setting in [setting for setting in given if setting not in HOUSEKEEPING]:
-        word = f"_{setting}={given[setting].rpartition('/')[2]}"
-        if len(label + word) <= 36:
-            label += re.sub(r"[^\w=.+-]", "-", word, flags=re.ASCII)
+    for name, value in given.items():
+        word = re.sub(r"[^\w=.+-]", "-", f"_{name}={value.rpartition('/')[2]}", flags=re.ASCII)
+        if name not in ("out_dir", "device") and len(label + word) <= 36:
+            label += word
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(out, wait=True)
-        try:
+        is_made = False
+        while not is_made:
             paths = out.glob("[0-9][0-9][0-9][0-9]*")
             numbers = [int(re.match("[0-9]+", path.name)[0]) for path in paths]
             folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
-            folder.mkdir()
-            (folder / "latest").symlink_to(folder.name)
-            (folder / "latest").replace(out / "latest")
-        finally:
-            os.close(descriptor)
+            with contextlib.suppress(FileExistsError):  # another run starts at the same time
+                folder.mkdir()
+                is_made = True
+        (folder / "latest").symlink_to(folder.name)
+        (folder / "latest").replace(out / "latest")
     except OSError as error:
         raise RunFailed(f"cannot write {out}/latest ({error})") from error
     print(f"run folder: {folder}")
@@ -2293,9 +2126,9 @@ def run(main):
     """Errors to act on are one line. Ends the process."""
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
+    message, code = "", 0
     try:
         main()
-        code = 0
     except UserError as error:
         message, code = error, 2
     except RunFailed as error:
@@ -2307,7 +2140,7 @@ def run(main):
     except KeyboardInterrupt:
         message, code = "stopped at once", 130
     if code:
-        notes = getattr(message, "__notes__", []) if RANK == 0 else []
+        notes = getattr(message, "__notes__", [])
         print(*notes, f"error: {message}", sep="", file=sys.stderr)
     with contextlib.suppress(Exception):  # it may be closed
         sys.stdout.flush()

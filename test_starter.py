@@ -2,11 +2,12 @@
 
 It takes about five minutes on two cores, with the real vLLM if it is installed."""
 import ast, asyncio, contextlib, copy, errno, functools, importlib.util, io, itertools, json, math
-import multiprocessing, os, random, re, runpy, shutil, signal, socket, subprocess, sys, threading
+import os, random, re, shutil, signal, socket, subprocess, sys, threading
 import time, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 # Models so small are as fast on one thread, and threads that wait for each other are slow on a busy
 # machine. One test uses two.
@@ -19,11 +20,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer,
-    PreTrainedTokenizerFast)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM,
+                          AutoTokenizer)
 
 import starter
 import tiny
@@ -612,7 +611,7 @@ def test_no_text_earns_more_than_an_honest_answer(text, most):
 
 @pytest.mark.parametrize("text, reward", [
     ("<answer>5</answer>\n#### Heading", 1.0), ("#### Heading\n<answer>5</answer>", 1.0),
-    ("#### 5\n#### Check", 1.0), ("<answer>5</answer>\n#### 6", 0.1), ("#### Heading", 0.1),
+    ("#### 5\n#### Check", 1.0), ("<answer>5</answer>\n#### 6", 0.1), ("#### Heading", 0.0),
     ("<answer>4 or 5</answer>", 0.1), ("<answer>4, 5</answer>", 0.1),
     (r"<answer>5</answer> \boxed{4}", 0.1), (r"<think>\boxed{5}</think>", 0.0),
     ("<think>#### 5", 0.0)])
@@ -649,20 +648,28 @@ def test_units_may_be_left_out_but_not_exchanged(answer, truth, is_equal):
         assert starter.reward_fn(form, {"answer": truth}) == (1.0 if is_equal else 0.1)
 
 
+def responses_of(task, problem, *texts, finished=True):
+    """Responses to a problem, as roll_out() makes them"""
+    responses = []
+    for text in texts:
+        game = starter.Game(problem | {"prompt_ids": []}, task, PARAMS | {"max_tokens": 99})
+        game.play(Response(task.tokenizer.encode(text) + [256]))
+        responses.append(Response(game.ids, finished=finished, problem=game.problem))
+    return responses
+
+
 def test_a_reward_may_change_its_problem():
     """Every response has a copy of its own, and the data set stays as it is."""
     rows = [{"prompt": f"{i}?", "answer": "5", "tests": [1, 2]} for i in range(4)]
     task = make_task(rows, [{"prompt": "?", "answer": "1"}])
-    problems, seen = [task.problem(i) for i in range(2)], []
+    problem, seen = task.problem(0), []
 
     def reward(text, problem):
-        seen.append((problem["tests"].pop(), problem["prompt_ids"].pop()))
+        seen.append(problem["tests"].pop())
         return 0.0
 
-    starter.grade(task, problems, [Response([65, 256])] * 4, PARAMS | {"n": 2}, reward)
-    assert [tests for tests, _ in seen] == [2] * 4
-    assert [task.problem(i) for i in range(2)] == problems and problems[0]["tests"] == [1, 2]
-    assert problems[0]["prompt_ids"] == task.tokenizer.encode(problems[0]["rendered"])
+    starter.grade(responses_of(task, problem, "a", "b"), reward, True, 2)
+    assert seen == [2, 2] and task.problem(0)["tests"] == [1, 2]
 
 
 def test_an_answer_that_the_prompt_began_earns_its_reward():
@@ -670,10 +677,9 @@ def test_an_answer_that_the_prompt_began_earns_its_reward():
     task = make_task([{"prompt": prompt, "answer": "5"}] * 2, [{"prompt": "?", "answer": "1"}])
     problem = task.problem(0)
     assert problem["rendered"].endswith("<assistant><answer>")
-    ids = [task.tokenizer.encode(text) for text in ("5</answer>", "6</answer>", "5")]
-    responses = [Response([*x, 256]) for x in ids]
-    rewards = starter.grade(task, [problem], responses, PARAMS | {"n": 3}, starter.reward_fn)[2]
-    assert rewards == [1.0, 0.1, 0.0]
+    responses = responses_of(task, problem, "5</answer>", "6</answer>", "5")
+    texts, rewards = starter.grade(responses, starter.reward_fn, False, 3)
+    assert texts == ["5</answer>", "6</answer>", "5"] and rewards == [1.0, 0.1, 0.0]
     assert starter.reward_fn("5</answer>", {"answer": "5", "rendered": "2+3?"}) == 0.0
     # Reasoning that the prompt began and nobody ended is no answer.
     thinking = {"answer": "5", "rendered": "2+3?<think>\n"}
@@ -732,29 +738,19 @@ def test_the_token_that_closes_a_turn_is_a_stop_id(save_chatml, tmp_path, vocabu
     assert saved.generation_config.eos_token_id == stop_ids, "it ends where it was trained to"
 
 
-@pytest.mark.parametrize("changes, is_sampled, kept", [
-    ({"do_sample": True, "temperature": 0.7}, True, {"temperature": 0.7}),
-    ({"temperature": 0.7}, True, {"temperature": 0.7}), ({"pad_token_id": -1}, False, {}),
-    ({"temperature": 0.0}, False, {"temperature": None}),
-    ({"early_stopping": True}, False, {"early_stopping": None}),
-    ({"repetition_penalty": 1.1}, False, {"repetition_penalty": 1.1})])
-def test_every_generation_config_that_loads_is_saved(save_folder, tmp_path, changes, is_sampled,
-                                                     kept):
+@pytest.mark.parametrize("changes", [
+    {"do_sample": True, "top_p": 0.8}, {"temperature": 0.7}, {"pad_token_id": -1},
+    {"temperature": 0.0}, {"early_stopping": True}, {"repetition_penalty": 1.1}])
+def test_a_saved_model_samples_as_in_training(save_folder, tmp_path, changes):
     folder = save_folder()
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 256} | changes))
     policy, tokenizer = starter.init_policy(str(folder))
     starter.save_model(policy, tokenizer, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     config = model.generation_config
-    assert bool(config.do_sample) == is_sampled and config.eos_token_id == [256]
-    assert {name: getattr(config, name) for name in kept} == kept
+    assert config.do_sample and config.eos_token_id == [256]
+    assert not config.temperature and not config.top_p and not config.repetition_penalty
     model.generate(torch.tensor([[65, 66]]), max_new_tokens=2)
-
-
-def test_a_prompt_with_a_token_that_the_model_does_not_have_is_one_line(save_chatml, run_main):
-    folder = save_chatml(260)
-    with pytest.raises(UserError, match="<.im_end.>' in the prompts is not in the model.* 260"):
-        run_main(f"--model_id={folder}", "--max_prompt_tokens=400")
 
 
 # ---- 2. Policy -------------------------------------------------------------------------------
@@ -1343,7 +1339,7 @@ def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error, is_missing", [
-    (ModuleNotFoundError("No module named 'torchvision'"), False), (ValueError("kind"), False),
+    (ValueError("No module named 'torchvision'"), False), (ValueError("kind"), False),
     (None, False),  # only when it computes
     (ImportError("libtorch_cuda.so: undefined symbol"), True),
     (AttributeError("'_OpNamespace' '_C' object has no attribute"), True)])
@@ -1358,7 +1354,7 @@ def test_a_model_that_vllm_cannot_run_is_one_line_that_names_the_way_out(monkeyp
             raise error
         return Engine()
 
-    monkeypatch.setattr(starter, "import_vllm", lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm", mock.Mock())
     monkeypatch.setattr(starter, "start_vllm", start_vllm)
     monkeypatch.setattr(starter, "load_policy_into_vllm_instance", lambda *arguments: None)
     if is_missing:
@@ -1366,15 +1362,6 @@ def test_a_model_that_vllm_cannot_run_is_one_line_that_names_the_way_out(monkeyp
         return
     with pytest.raises(RunFailed, match="vLLM cannot run Llama.* Set --use_vllm=False") as failure:
         starter.init_vllm(make_policy(), settings_of())
-    assert "\n" not in str(failure.value)
-
-
-def test_a_model_that_torch_cannot_sample_is_one_line_at_the_start(save_folder):
-    """GPT-1 has no cache."""
-    folder = save_folder("openai-gpt", n_embd=32, n_layer=2, n_head=4, n_positions=512)
-    policy, _ = starter.init_policy(str(folder))
-    with pytest.raises(RunFailed, match="torch cannot sample OpenAIGPT.*") as failure:
-        starter.init_vllm(policy, settings_of(use_vllm=False))
     assert "\n" not in str(failure.value)
 
 
@@ -1950,12 +1937,12 @@ def test_evaluation_counts_what_it_says(monkeypatch):
     again = starter.evaluate_model(llm, task, params, stop_ids)
     assert again[1] == rows, "the same seeds every time"
     # Cut off: the lowest reward of all, or 0, unless they keep their own
-    for lowest, keeps in itertools.product((-1.0, 0.2), (False, True)):
-        rewards, task.cfg.reward_truncated = iter([0.5, lowest, 0.5, 0.5, 0.5, 0.5]), keeps
-        rows = starter.evaluate_model(llm, task, params, stop_ids,
-                                      lambda text, problem: next(rewards))[1]
-        got = {row["reward"] for row in rows if row["cut_off"]}
-        assert got <= {0.5, lowest} if keeps else got == {min(lowest, 0.0)}
+    for reward, keeps in itertools.product((-1.0, 0.2), (False, True)):
+        task.cfg.reward_truncated = keeps
+        rows = starter.evaluate_model(llm, task, params, stop_ids, lambda *rest: reward)[1]
+        for row in rows:
+            is_lost = row["cut_off"] and not keeps
+            assert row["reward"] == (min(reward, 0.0) if is_lost else reward)
 
 
 def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
@@ -2010,8 +1997,8 @@ def test_sampler_and_trainer_must_agree_and_the_kl_begins_at_zero():
 
 
 def test_missing_responses_are_noticed_in_an_evaluation(monkeypatch):
-    monkeypatch.setattr(starter, "rollout_with_vllm", lambda *arguments: [])
-    task = SimpleNamespace(held_out=[{"prompt_ids": [1]}], tokenizer=None)
+    monkeypatch.setattr(starter, "roll_out", lambda *arguments: [])
+    task = make_task(question_rows(range(9)))
     with pytest.raises(ValueError, match="shorter"):
         starter.evaluate_model(None, task, {"n": 1}, [256])
 
@@ -2041,11 +2028,8 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     (tmp_path / "checkpoint").mkdir()
     assert f"--resume={tmp_path}\n" in report(0.25, None)
     assert "--resume" not in report(*[0.25] * 11), "the run is finished"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/minutes": 5}\n')
-    for limit, flag in ((0.0, ""), (5.5, ""), (4.5, " --max_minutes=0")):
-        starter.report(tmp_path, settings_of(max_minutes=limit))
-        assert capsys.readouterr().out.endswith(f"--resume={tmp_path}{flag}\n")
-    assert "try it" in report(), "records that were lost"
+    (tmp_path / "a b").mkdir()
+    shutil.copy(tmp_path / "metrics.jsonl", tmp_path / "a b")
     starter.report(tmp_path / "a b", settings_of())
     assert f"--model_id='{tmp_path}/a b'/model\n" in capsys.readouterr().out
 
@@ -2091,39 +2075,6 @@ def test_a_file_or_folder_is_the_old_one_or_the_new_one(tmp_path):
             assert not temporary.exists(), "what a failure left is removed"
             write(temporary, "new")
         assert sorted(tmp_path.rglob("*")) == state and (path.is_dir() or path.read_text() == "new")
-
-
-def test_an_end_between_the_two_renames_of_a_folder_loses_nothing(tmp_path, monkeypatch):
-    def write(text):
-        with starter.written_whole(tmp_path / "best") as temporary:
-            temporary.mkdir()
-            (temporary / text).touch()
-
-    def end_there(how):
-        replace = Path.replace
-
-        def end_once(*paths):
-            monkeypatch.setattr(Path, "replace", replace)
-            how()
-        monkeypatch.setattr(Path, "replace", end_once)
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    write("first")
-    end_there(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write("second")
-    assert [path.name for path in tmp_path.rglob("*")] == ["best", "second"]
-    child = os.fork()
-    if child == 0:
-        end_there(lambda: os._exit(9))
-        write("third")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert not (tmp_path / "best").exists()
-    starter.Log(tmp_path, settings_of()).close()
-    assert (tmp_path / "best" / "third").exists() and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_checkpoint_brings_back_weights_moments_reference_and_state(tmp_path, capsys):
@@ -2200,16 +2151,10 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
         time.sleep(1)
 
 
-def test_a_script_gets_its_signals_back(run_main, monkeypatch):
-    def handlers():
-        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-
+def test_a_script_gets_its_signals_back(run_main):
     run_main("--n_grpo_steps=1")
-    assert handlers() == (signal.default_int_handler, signal.SIG_DFL)
-    monkeypatch.setattr(starter, "reward_fn", lambda *rest: 1 / 0)
-    with pytest.raises(UserError):
-        run_main("--n_grpo_steps=1")
-    assert handlers() == (signal.default_int_handler, signal.SIG_DFL)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert handlers == (signal.default_int_handler, signal.SIG_DFL)
 
 
 def test_the_newest_checkpoints_are_kept_if_the_clock_was_set_back(run_main):
@@ -2258,8 +2203,7 @@ def test_a_child_of_the_reward_can_be_terminated():
 def test_the_reward_may_change_its_problem(run_main, monkeypatch):
     def reward_fn(text, problem):
         problem["solution"] = Fraction(1, 2)
-        if len(text) % 2:
-            problem.clear()
+        problem.pop("numbers")
         return len(text) / 99
 
     monkeypatch.setattr(starter, "reward_fn", reward_fn)
@@ -2268,29 +2212,20 @@ def test_the_reward_may_change_its_problem(run_main, monkeypatch):
 
 
 def test_a_run_belongs_to_the_script_that_was_started(monkeypatch):
-    """Its reward may be decorated, or come from another file."""
-    monkeypatch.setattr(starter, "reward_fn", torch.no_grad()(letters))
-    assert starter.origin(settings_of())["script"] != "/mine.py"
+    assert starter.started_script() != "/mine.py"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/mine.py", raising=False)
-    assert starter.origin(settings_of())["script"] == "/mine.py"
+    assert starter.started_script() == "/mine.py"
 
 
 @pytest.mark.parametrize("reward_truncated", [False, True])
 def test_cut_off_responses_earn_nothing_unless_asked_for(run_main, monkeypatch, reward_truncated):
-    task = make_task(question_rows(range(20)), reward_truncated=reward_truncated)
-    ids = task.tokenizer.encode("<answer>5</answer>")
-    responses = [Response([*ids, 256]), Response(ids, finished=False)]
-    rewards = starter.grade(task, [{"answer": "5"}], responses, PARAMS | {"n": 2},
-                            starter.reward_fn)[2]
+    task = make_task(question_rows(range(20)))
+    responses = (responses_of(task, {"answer": "5"}, "<answer>5</answer>")
+                 + responses_of(task, {"answer": "5"}, "<answer>5</answer>", finished=False))
+    rewards = starter.grade(responses, starter.reward_fn, reward_truncated, 2)[1]
     assert rewards == [1.0, float(reward_truncated)]
-    problems = [{"answer": "5", "is_hard": i} for i in (True, False)]
-    assert starter.grade(task, problems, 2 * responses, PARAMS | {"n": 2}, lambda text, problem:
-                         -1 if problem["is_hard"] else 1)[2] == [
-                             -1.0, -1.0, 1.0, float(reward_truncated)], "0 would be a refuge"
-    # What the trainer goes on with is its own.
-    kept = starter.grade(task, [{"answer": "5", "prompt_ids": [1]}], responses, PARAMS | {"n": 2},
-                         lambda text, problem: problem["prompt_ids"].append(2) or 1)[0]
-    assert [problem["prompt_ids"] for problem in kept] == [[1], [1]]
+    rewards = starter.grade(responses, lambda *rest: -1, reward_truncated, 2)[1]
+    assert rewards == [-1.0, -1.0], "among negative rewards 0 would be a refuge"
     # A whole run in which all are cut off: in training and in the evaluations
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: 1.0)
     rows = rows_of(run_main(f"--reward_truncated={reward_truncated}", "--max_tokens=2",
@@ -2350,25 +2285,6 @@ def test_who_rewards_cut_off_responses_is_not_told_that_they_earn_nothing(tmp_pa
         assert ("cut off and earn 0" in capsys.readouterr().out) == (not is_rewarded)
 
 
-def test_one_process_at_a_time_writes_to_a_run_folder(run_main, script, tmp_path):
-    folder, cfg = run_main("--n_grpo_steps=1"), settings_of()
-    script.start(tmp_path, "--resume=latest", "--n_grpo_steps=100000")
-    script.until("Step 2 ")
-    before = (folder / "config.json").read_text()
-    try:
-        with pytest.raises(UserError, match="^another process is writing to .*out/0001[^\n]*$"):
-            starter.main(["--resume=latest", f"--out_dir={tmp_path / 'out'}", "--n_grpo_steps=9"])
-        assert (folder / "config.json").read_text() == before
-    finally:
-        os.kill(script.pid, signal.SIGKILL)
-        assert script.end() == -signal.SIGKILL, script.text()
-    log = starter.Log(folder, cfg)  # a killed process holds nothing
-    with pytest.raises(UserError, match="another process"):
-        starter.Log(folder, cfg)
-    log.close()
-    starter.Log(folder, cfg).close()
-
-
 def test_half_written_files_are_removed(run_main, monkeypatch):
     folder = run_main("--n_grpo_steps=1")
     for name in ("model.77.tmp/new", "checkpoint/step_00000009.pt.77.tmp"):  # of a killed process
@@ -2401,9 +2317,6 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_
             raise error("answer")
         return letters(text, problem)
 
-    def kill(*parts):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(starter, "reward_fn", letters)
     whole = run_main(*arguments, out="whole")
     monkeypatch.setattr(starter, "reward_fn", failing)
@@ -2411,48 +2324,34 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, n_
         run_main(*arguments)
     folder = whole.parents[1] / "out" / whole.name
     assert os.listdir(folder / "checkpoint") == [f"step_{step:08d}.pt"]
-    assert rows_of(folder)[-1]["step"] == (1 if n_calls == 44 else step)  # 2 is not measured yet
-    if n_calls == 44:  # killed after the evaluation, before the checkpoint
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(starter, "save_checkpoint", kill)
-            starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
-    for _ in range(2):  # the evaluation is repeated once
-        starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
-        shutil.rmtree(folder / "model")
+    assert rows_of(folder)[-1]["step"] == step
     starter.main([f"--resume={folder}", f"--n_grpo_steps={len(rows_of(whole)) - 1}"])
     got, wanted = numbers_of(folder), numbers_of(whole)
+    if n_calls == 44:  # the evaluation that failed is not repeated
+        for name in EVALUATION:
+            wanted[2].pop(name)
     assert got == wanted and equal_weights(folder, whole)
 
 
-def test_the_minutes_of_a_run_continue_when_it_is_resumed(run_main, monkeypatch, capsys):
-    monkeypatch.setattr(starter, "START", time.perf_counter() - 600)
+def test_the_minutes_of_a_run_continue_when_it_is_resumed(run_main, monkeypatch):
     folder = run_main("--n_grpo_steps=1")
-    monkeypatch.setattr(starter, "START", time.perf_counter())
-    starter.main([f"--resume={folder}", "--n_grpo_steps=3"])
-    minutes = [row["time/minutes"] for row in rows_of(folder)[1:]]
-    assert 10 < minutes[0] < minutes[1] < minutes[2] < minutes[0] + 5
-    starter.main([f"--resume={folder}", "--n_grpo_steps=4", "--max_minutes=9"])
-    assert len(rows_of(folder)) == 4 and "max_minutes is over" in capsys.readouterr().out
+    # Ten minutes from the start of main() to the first step
+    monkeypatch.setattr(starter, "now", lambda: time.perf_counter() + 600)
+    for n_steps in (2, 3):
+        starter.main([f"--resume={folder}", f"--n_grpo_steps={n_steps}"])
+    minutes = [0, *(row["time/minutes"] for row in rows_of(folder)[1:])]
+    assert [round(minute, -1) for minute in np.diff(minutes)] == [0, 10, 10]
 
 
-def test_a_second_run_of_a_process_counts_its_own_minutes(run_main, monkeypatch):
-    monkeypatch.setattr(starter, "START", time.perf_counter() - 600)
-    minutes = [rows_of(run_main("--n_grpo_steps=1"))[1]["time/minutes"] for _ in range(2)]
-    assert minutes[0] > 10 and 0 < minutes[1] < 5
-
-
-def test_a_finished_run_is_only_reported(run_main, monkeypatch, capsys):
+def test_a_finished_run_that_is_resumed_stays_as_it_is(run_main, capsys):
     folder = run_main("--n_grpo_steps=1")
-    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    for name in ("init_policy", "init_vllm", "load_checkpoint"):
-        monkeypatch.setattr(starter, name, lambda *rest: 1 / 0)
+    before, weights = rows_of(folder), weights_of(folder)
     capsys.readouterr()
     starter.main([f"--resume={folder}"])
-    assert re.fullmatch(r"\nHeld-out accuracy, sampled: .*% -> .*% at step 1\n  try it .*\n"
-                        r"  curves .*\n", capsys.readouterr().out)
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == files
-    with pytest.raises(ZeroDivisionError):  # more steps: it is loaded
-        starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
+    assert re.search(r"\nHeld-out accuracy, sampled: .*% -> .*% at step 1\n  try it .*\n"
+                     r"  curves .*\n$", capsys.readouterr().out)
+    assert rows_of(folder) == before
+    assert all(torch.equal(weights[name], value) for name, value in weights_of(folder).items())
 
 
 # ---- 6. Settings -----------------------------------------------------------------------------
@@ -2490,7 +2389,7 @@ BAD_SETTINGS = [
     (["--max_prompt_tokens=4"], "longer than max_prompt_tokens=4"), (["--n_eval=-1"], "n_eval"),
     (["--prompt= "], "must not be empty"), (["--prompt={target} \\boxed{}"], "(braces: {{ }})"),
     ([f"--out_dir={__file__}"], "out_dir must be"), (["--out_dir="], "out_dir must be"),
-    (["--device=tpu"], "device is cpu"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
+    (["--device=tpu"], "device must be cpu"), (["--vllm_sleep=True", "--device=cpu"], "need a GPU"),
     (["--ref_offload=True", KL, "--device=cpu"], "need a GPU"),
     (["--n_minibatches=0"], "n_minibatches"), (["--kl_estimator=k4", KL], "k1, k2, k3, exact"),
     (["--kl_in=both", KL], "kl_in must be loss"), (["--kl_in=reward", KL], "kl_estimator=k1"),
@@ -2543,15 +2442,13 @@ def test_unweighted_k1_in_the_loss_is_warned_about(run_main, capsys):
     assert "unweighted k1 in the loss is no penalty" in capsys.readouterr().out
 
 
-def test_run_folders_are_numbered_and_named_after_what_changes_learning(tmp_path):
+def test_run_folders_are_numbered_and_named_after_what_was_typed(tmp_path):
     cfg = countdown(out_dir=str(tmp_path / "out"))
     long = {"prompt": "ü" * 100, "out_dir": "x", "task": "/data/my file.jsonl"}
-    learning = {"inner_epochs": "2", "loss_type": "dapo", "clip_range_high": "0.28"}
-    housekeeping = {"n_eval": "30", "save_every": "0", "n_grpo_steps": "4", "use_vllm": "False"}
-    kl = {"use_kl_penalty": "True", "task": "a.jsonl"}
+    several = {"inner_epochs": "2", "loss_type": "dapo", "clip_range_high": "0.28"}
     names = []
     most = {"model_id": "a/b c", "rollout_batch_size": "1234567"}  # 4 characters too many
-    for given in ({}, {"lr": "1e-4", "out_dir": "x"}, long, housekeeping | learning, kl, most):
+    for given in ({}, {"lr": "1e-4", "out_dir": "x"}, long, several, most):
         folder = starter.make_run_folder(cfg, given)
         starter.Log(folder, cfg).close()
         assert vars(cfg).items() <= json.loads((folder / "config.json").read_text()).items()
@@ -2559,8 +2456,7 @@ def test_run_folders_are_numbered_and_named_after_what_changes_learning(tmp_path
         names.append(folder.name)
     # A value is never cut.
     assert names == ["0001", "0002_lr=1e-4", "0003_task=my-file.jsonl",
-                     "0004_inner_epochs=2_loss_type=dapo", "0005_use_kl_penalty=True_task=a.jsonl",
-                     "0006_model_id=b-c"]
+                     "0004_inner_epochs=2_loss_type=dapo", "0005_model_id=b-c"]
     (tmp_path / "out" / "9999_x").mkdir()
     assert [starter.make_run_folder(cfg, {}).name for _ in range(2)] == ["10000", "10001"]
 
@@ -2602,56 +2498,29 @@ def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_is_resumed_with_its_own_data_and_reward(tmp_path, monkeypatch, capsys):
-    paths = [write_rows(tmp_path / f"{name}.jsonl", sums(range(9))) for name in ("a", "b")]
-    cfg = starter.main([f"--task={paths[0]}", f"--eval_task={paths[1]}"], only_settings=True)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    starter.Log(folder, cfg).close()
-    resume = functools.partial(starter.main, [f"--resume={folder}"], only_settings=True)
-    assert resume().task == str(paths[0])
-    for path in paths:
-        before = path.read_text()
-        path.write_text(before.replace("3", "4", 1))
-        with pytest.raises(UserError, match="a.jsonl or eval_task has changed since the run began"):
-            resume()
-        path.write_text(before)
-    assert resume().eval_task == str(paths[1])
-    for other in (letters, functools.partial(letters, problem=None)):
-        monkeypatch.setattr(starter, "reward_fn", other)
-        with pytest.raises(UserError, match="has the reward of .*starter.py: resume it with that"):
-            resume()
-    # A cell of a notebook that was run again, so with another number
-    cells = {}
-    saved = json.loads((folder / "config.json").read_text())
-    for cell in ("/x/<ipython-input-7-abc>", "/tmp/ipykernel_5/77.py"):
-        (folder / "config.json").write_text(json.dumps(saved | {"script": cell}))
-        exec(compile("def reward(text, problem): return 1", cell.replace("7", "8"), "exec"), cells)
-        monkeypatch.setattr(starter, "reward_fn", cells["reward"])
-        assert resume().task == str(paths[0])
-        assert f"changed on resume: script {cell}" in capsys.readouterr().out
-        monkeypatch.undo()  # the cell was forgotten
-        with pytest.raises(UserError, match=f"has the reward of {cell}: resume it with that"):
-            resume()
+def test_a_run_is_resumed_with_its_own_script(tmp_path, monkeypatch):
+    cfg = starter.main([], only_settings=True)
+    starter.Log(tmp_path, cfg).close()
+    resume = functools.partial(starter.main, [f"--resume={tmp_path}"], only_settings=True)
+    assert resume().task == "countdown"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/mine.py", raising=False)
+    with pytest.raises(UserError, match="this run has the reward of .*: resume it with that"):
+        resume()
 
 
 def test_runs_that_start_at_the_same_time_get_folders_of_their_own(tmp_path):
-    """They wait for each other."""
-    cfg, folders, first = SimpleNamespace(out_dir=str(tmp_path)), [], starter.lock(tmp_path)
+    cfg, folders, barrier = SimpleNamespace(out_dir=str(tmp_path)), [], threading.Barrier(8)
 
     def start():
+        barrier.wait()
         folders.append(starter.make_run_folder(cfg, {}).name)
 
     threads = [threading.Thread(target=start, daemon=True) for _ in range(8)]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
-    assert not folders and os.listdir(tmp_path) == []
-    os.close(first)
     for thread in threads:
         thread.join(60)
     assert sorted(folders) == [f"{i:04d}" for i in range(1, 9)]
-    assert (tmp_path / "latest").resolve().name == "0008"
 
 
 def test_a_flag_without_a_value_is_true():
@@ -2678,24 +2547,6 @@ def test_a_model_written_into_main_is_taken_without_a_gpu(tmp_path):
     assert starter.main(["--device=cpu"], only_settings=True).model_id == "tiny"
 
 
-@pytest.mark.parametrize("name, value", [
-    ("n_grpo_steps", "1e3"), ("max_turns", "10.0"), ("lr", "'2e-6'"), ("max_grad_norm", "None"),
-    ("use_kl_penalty", "'False'"), ("out_dir", "Path('out')"), ("kl_estimator", "3"),
-    ("save_every", "False"), ("kl_adaptive", "0")])
-def test_a_value_of_another_type_in_main_is_one_line(tmp_path, name, value):
-    module = edited(tmp_path, rf"(?m)^( {{8}}{name})=[^,]*,", rf"\1={value},")
-    with pytest.raises(module.UserError) as error:
-        module.main(["--model_id=mine"], only_settings=True)
-    assert str(error.value).startswith(f"{name} must be ") and "\n" not in str(error.value)
-
-
-def test_a_whole_number_in_main_may_be_overridden_by_another_one(tmp_path):
-    module = edited(tmp_path, "temperature=1.0,", "temperature=1,")
-    assert module.main([], only_settings=True).temperature == 1
-    assert module.main(["--temperature=0.7"], only_settings=True).temperature == 0.7
-    assert set(starter.TYPE_OF) == set(vars(starter.main([], only_settings=True)))
-
-
 def test_a_hyperparameter_of_ones_own_may_be_anything(tmp_path, warm_folder):
     module = edited(tmp_path, "temperature=1.0,", "temperature=1.0, mine=-0.5, other=None, "
                     "more=[1, 2], place=Path('a'), bonus=0.0,")
@@ -2703,27 +2554,6 @@ def test_a_hyperparameter_of_ones_own_may_be_anything(tmp_path, warm_folder):
                  "--n_grpo_steps=1"])
     cfg = module.main([f"--resume={tmp_path / 'out' / 'latest'}", "--mine=3"], only_settings=True)
     assert (cfg.mine, cfg.other, cfg.more, cfg.place, cfg.bonus) == (3, None, [1, 2], Path("a"), 2)
-
-
-def test_processes_of_a_reward_do_not_keep_a_run_locked(tmp_path):
-    log = starter.Log(tmp_path, settings_of())
-    reader, writer = multiprocessing.Pipe()
-
-    def work():
-        writer.send("begun")
-        time.sleep(600)
-
-    child = multiprocessing.get_context("fork").Process(target=work)
-    child.start()
-    assert reader.recv() == "begun"
-    with pytest.raises(UserError, match="another process"):
-        starter.Log(tmp_path, settings_of())
-    log.close()
-    try:
-        starter.Log(tmp_path, settings_of()).close()
-        assert child.is_alive()
-    finally:
-        child.kill()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"script": 1}', "\xff", None])
@@ -3207,13 +3037,6 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
     assert min(abs(change - x) for x in (0.75, 1, 1.5)) < 1e-6
     starter.main([f"--resume={folder}", "--n_grpo_steps=9", "--kl_adaptive=False"])
     assert rows_of(folder)[-1]["train/kl_coef"] == 0.003
-    # Without the penalty the refreshed reference is not kept.
-    lost = "the refreshed reference is gone"
-    starter.main([f"--resume={folder}", "--n_grpo_steps=10", "--use_kl_penalty=False",
-                  "--ref_update_every=0"])
-    assert lost not in capsys.readouterr().out
-    starter.main([f"--resume={folder}", "--n_grpo_steps=11", KL])
-    assert lost in capsys.readouterr().out
 
 
 LONG_RUN = [*SMALL, KL, "--n_minibatches=2", "--n_grpo_steps=16", "--save_every=2"]
@@ -3443,9 +3266,10 @@ def test_two_nodes_without_a_shared_disk_and_one_of_them_without_vllm(warm_folde
     finally:
         for node in nodes:
             node.kill()
-    for node, (out, errors) in zip(nodes, texts):
-        assert out.count("!!! vLLM cannot be used here, torch samples: ModuleNotFound") == 1, errors
-        assert re.fullmatch("error: no run to resume in out/latest .*\n", errors)
+    words = "!!! vLLM cannot be used here, torch samples: ModuleNotFound"
+    assert all(out.count(words) == 1 for out, _ in texts), texts
+    for node, (_, errors) in zip(nodes, texts):
+        assert re.search("error: no run to resume in out/latest .*\n$", errors)
         assert node.returncode == 2
     assert "at step 1\n" in texts[0][0] and len(rows_of(tmp_path / "0" / "out" / "latest")) == 2
     assert os.listdir(tmp_path / "1") == ["tiny"]
@@ -3549,10 +3373,8 @@ def test_sample_measures_problems_that_the_run_held_out(tmp_path):
         assert settings(change, "--eval_task=b.jsonl", eval_task="")[1] == "b.jsonl"
         with pytest.raises(UserError, match="decides which problems are held out"):
             settings(change, eval_task="")
-    # The same file by another name; a file that has changed.
+    # The same file by another name
     assert settings("--task=./a.jsonl", eval_task="")[2:] == ("{question}?", run["n_eval"])
-    with pytest.raises(UserError, match="a.jsonl is not here, or has changed since the run"):
-        settings(eval_task="", checksums=[1])
     for damaged in ("{", "[1]", "\udcff"):
         (tmp_path / "config.json").write_text(damaged, errors="surrogateescape")
         with pytest.raises(UserError, match="cannot read .*config.json"):
@@ -3618,12 +3440,6 @@ from starter import reward_fn
 starter.reward_fn = lambda text, problem: 0.5
 starter.main(["--no_such_setting"])""")
     assert sample.load_script(str(tmp_path / "own.py")).reward_fn("", {}) == 0.5
-    # One that assigns its reward in main() has the built-in one when it is imported.
-    run = vars(settings_of(task="countdown", prompt="{numbers}")) | {
-        "script": str(HERE / "starter.py"), "functions": ["mine", None]}
-    (tmp_path / "config.json").write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"reward_fn and reply were \['mine', None\]"):
-        sample.main([f"--model_id={tmp_path / 'model'}"])
     # A changed copy of starter.py raises errors of its own.
     shutil.copy(HERE / "starter.py", tmp_path / "mine.py")
     trainer = sample.load_script(str(tmp_path / "mine.py"))
@@ -3635,7 +3451,7 @@ def test_sample_has_the_defaults_of_the_trainer(tmp_path):
     for model_id in ("tiny", tmp_path):
         flags = [f"--model_id={model_id}"]
         got, wanted = sample.read_settings(flags), starter.main(flags, only_settings=True)
-        own = sample.OWN | {"script": None, "functions": None, "n_eval": got.n_eval}
+        own = sample.OWN | {"script": None, "n_eval": got.n_eval}
         assert vars(got) == vars(wanted) | own
 
 
