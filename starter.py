@@ -35,8 +35,8 @@ if IS_LAUNCHED:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
 import ast, builtins, contextlib, copy, dataclasses, difflib, functools, gc, html, importlib
-import itertools, json, math, operator, random, re, shlex, shutil, tempfile, time, traceback
-import warnings, zipfile, zlib
+import itertools, json, logging, math, operator, random, re, shlex, shutil, tempfile, time
+import traceback, warnings, zipfile, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -58,6 +58,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # also while it is imported
 
 
 def print(*words, **options):
@@ -1086,6 +1087,7 @@ def init_vllm(policy, cfg):
         raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
     if cfg.use_vllm:
         print("starting vLLM ...")
+        vllm = None
         try:
             vllm = on_all_ranks(importlib.import_module, "vllm")  # ranks start it together
             llm = start_vllm(vllm.LLM, policy, cfg)
@@ -1096,7 +1098,8 @@ def init_vllm(policy, cfg):
             return llm
         except Exception as error:
             failure = " ".join(repr(error).split())[:400]
-            if not isinstance(error, ImportError | OSError) and "'_C'" not in failure:
+            is_missing = vllm is None or type(error) in (ImportError, OSError)
+            if not is_missing and "'_C'" not in failure:  # _C: built for another torch
                 raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. "
                                 "Set --use_vllm=False, or change gpu_mem_util if it is about "
                                 "memory") from error
@@ -1788,7 +1791,9 @@ def report(folder, cfg):
     print(f"\n{line}\n  try it    python sample.py --model_id={name}/{model}\n"
           f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
     if rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
-        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}")
+        is_late = 0 < cfg.max_minutes < rows[-1].get("time/minutes", 0.0)
+        flag = " --max_minutes=0" if is_late else ""
+        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}{flag}")
 
 
 def log_train(log, step, metrics, cfg):

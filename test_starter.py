@@ -1339,7 +1339,7 @@ def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error, is_missing", [
-    (ValueError("No module named 'torchvision'"), False), (ValueError("kind"), False),
+    (ModuleNotFoundError("No module named 'torchvision'"), False), (ValueError("kind"), False),
     (None, False),  # only when it computes
     (ImportError("libtorch_cuda.so: undefined symbol"), True),
     (AttributeError("'_OpNamespace' '_C' object has no attribute"), True)])
@@ -2028,6 +2028,11 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     (tmp_path / "checkpoint").mkdir()
     assert f"--resume={tmp_path}\n" in report(0.25, None)
     assert "--resume" not in report(*[0.25] * 11), "the run is finished"
+    report(0.25)
+    log.append("metrics.jsonl", {"step": 1, "time/minutes": 5})
+    for limit, flag in ((0.0, ""), (5.5, ""), (4.5, " --max_minutes=0")):
+        starter.report(tmp_path, settings_of(max_minutes=limit))
+        assert capsys.readouterr().out.endswith(f"--resume={tmp_path}{flag}\n")
     (tmp_path / "a b").mkdir()
     shutil.copy(tmp_path / "metrics.jsonl", tmp_path / "a b")
     starter.report(tmp_path / "a b", settings_of())
