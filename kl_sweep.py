@@ -53,8 +53,8 @@ def measure(folder, start):
     ref, _ = starter.init_policy(str(start))
     sampler = starter.TorchSampler(policy)
     cfg = SimpleNamespace(task="countdown", n_eval=500, max_prompt_tokens=32, temperature=1.0,
-                          min_tokens=0, max_tokens=24, reward_truncated=True, eval_task="",
-                          **vars(tiny.PROBLEMS))
+                          min_tokens=0, max_tokens=24, max_turns=1, reward_truncated=True,
+                          eval_task="", **vars(tiny.PROBLEMS))
     task = starter.Task(cfg, *starter.read_task(cfg), tokenizer)
     params = starter.init_sampling_params(cfg, 1, policy.stop_ids)
     metrics, _ = starter.evaluate_model(sampler, task, params, policy.stop_ids,

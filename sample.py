@@ -56,7 +56,8 @@ def read_settings(argv):
         del settings["temperature"]
     flags = [f"--{name}={value}" for name, value in settings.items()]
     cfg = starter.main([*flags, f"--n_eval={own.n_eval}"], only_settings=True)
-    vars(cfg).update(chat=own.chat, n_samples=own.n_samples, script=own.script or run.get("script"))
+    vars(cfg).update(chat=own.chat, n_samples=own.n_samples, script=own.script or run.get("script"),
+                     reward_fn=None if own.script else run.get("reward_fn"))
     if own.n_samples < 1:
         raise starter.UserError("n_samples must be at least 1")
     if is_greedy or own.chat:
@@ -186,6 +187,10 @@ def chat(trainer, llm, task, params, max_prompt_tokens):
 def main(argv=None):
     cfg = read_settings(sys.argv[1:] if argv is None else argv)
     trainer = load_script(cfg.script)
+    found = getattr(trainer.reward_fn, "__qualname__", "")
+    if cfg.reward_fn not in (None, found):
+        raise starter.UserError(f"the run was trained with {cfg.reward_fn}(), but {cfg.script} has "
+                                f"{found}(): set it outside main(), or give --script")
     trainer.make_tiny(cfg.model_id)
     problems = trainer.read_task(cfg)
     policy, tokenizer = trainer.init_policy(cfg.model_id, cfg.device)

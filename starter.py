@@ -58,7 +58,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # also while it is imported
+# vLLM's own setting does not hold while it is imported.
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
 def print(*words, **options):
@@ -208,11 +209,13 @@ def main(argv=None, only_settings=False):
     llm = init_vllm(policy, cfg)
     folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0]).absolute()
     log = on_all_ranks(Log, folder, cfg, saved)
-    train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
-    log.close()
-    save_model(policy, tokenizer, folder / "model")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
+        save_model(policy, tokenizer, folder / "model")
+    finally:
+        log.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     report(folder, cfg)
 
 
@@ -311,7 +314,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
                     "train/lr": optimizer.param_groups[0]["lr"], "train/kl_coef": kl_now,
                     "train/skipped_steps": state.skipped, "time/minutes": state.minutes}
-        check_agreement(metrics, details, cfg, step)
+        on_all_ranks(check_agreement, metrics, details, cfg, step)
         log_train(log, step, metrics, cfg)
         if cfg.kl_adaptive:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
@@ -371,7 +374,8 @@ def reward_fn(generated_text, ground_truth):
 # All patterns take linear time, whatever the text.
 TAGS = r"<answer>((?:(?!</?answer>).)*)</answer>"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-HASHES = r"####[ *]*([$+.-]{0,2}[0-9][^\n<#\\]*)"
+# A number, not a heading such as "#### 2. Check"
+HASHES = r"####[ *]*(?![0-9]{1,2}[.)] )([-\N{MINUS SIGN}+$.\\]{0,3}[0-9][^\n<#\\]*)"
 ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
 NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
 UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
@@ -1089,7 +1093,8 @@ def init_vllm(policy, cfg):
         print("starting vLLM ...")
         vllm = None
         try:
-            vllm = on_all_ranks(importlib.import_module, "vllm")  # ranks start it together
+            # Ranks start it together. Not "vllm", which imports LLM later.
+            vllm = on_all_ranks(importlib.import_module, "vllm.entrypoints.llm")
             llm = start_vllm(vllm.LLM, policy, cfg)
             load_policy_into_vllm_instance(policy, llm)
             params = init_sampling_params(cfg, 1, []) | {"max_tokens": 1, "min_tokens": 0}
@@ -1218,8 +1223,11 @@ def roll_out(llm, task, problems, params, seed, step, first=0):
     params = params | {"stop_token_ids": params["stop_token_ids"] + task.turn_end_ids}
     parts = rollout_with_vllm(llm, prompts, params, seed, step, first)
     for turn in itertools.count(2):
-        with ThreadPoolExecutor(32) as pool:  # a reply may take time
+        pool = ThreadPoolExecutor(32)  # a reply may take time
+        try:
             list(pool.map(Game.play, active.values(), parts))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for it
         active = {i: game for i, game in active.items() if not game.is_over()}
         if not active:
             return [Response(x.ids, x.logps, x.mask, x.finished, x.problem) for x in games]
@@ -1235,8 +1243,9 @@ class Game:
     def __init__(self, problem, task, params):
         self.task, self.stop_ids, self.room = task, params["stop_token_ids"], params["max_tokens"]
         self.prompt_ids = problem["prompt_ids"]
-        # A copy that reward_fn and reply() may change; copying the ids would be slow.
+        # A copy that reward_fn and reply() may change; deepcopy is slow for long lists.
         self.problem = copy.deepcopy(problem | {"prompt_ids": None, "turns": []})
+        self.problem["prompt_ids"] = list(self.prompt_ids)
         self.ids, self.logps, self.mask, self.turn_start, self.n_turns = [], [], [], 0, 0
         self.finished = False
 
@@ -1265,7 +1274,8 @@ class Game:
         if reply:
             with errors_shown("reply", text):
                 said = reply(self.problem, text)
-                (said or "").encode()  # a text that tokenizers can read
+                if said is not None:
+                    said.encode()  # raises if it is no text that tokenizers can read
         self.finished = said is None
         self.n_turns += 1
         if self.is_over():
@@ -1668,10 +1678,12 @@ def evaluate_model(llm, task, params, stop_ids, reward_fn=None):
     params = params | {"stop_token_ids": stop_ids}
     responses = on_all_ranks(roll_out, llm, task, problems, params, 0, "eval", first)
     texts, rewards = on_all_ranks(grade, responses, reward_fn or globals()["reward_fn"],
-                                  task.cfg.reward_truncated, max(1, len(responses)))
+                                  task.cfg.reward_truncated, params["n"])
+    lowest = min(gather(min(rewards, default=0.0)))  # of all: a group may be one response
     rows = [{"prompt": problem["rendered"], "response": text, "turns": response.problem["turns"],
-             "reward": reward, "answer": problem.get("answer") or problem["solution"],
-             "tokens": len(response.ids), "cut_off": not response.finished}
+             "reward": reward if response.finished or task.cfg.reward_truncated else lowest,
+             "answer": problem.get("answer") or problem["solution"], "tokens": len(response.ids),
+             "cut_off": not response.finished}
             for problem, text, reward, response in zip(
                 repeat(problems, params["n"]), texts, rewards, responses, strict=True)]
     rows = sum(gather(rows), [])
@@ -1731,14 +1743,15 @@ class Log:
         for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # of a killed process
             shutil.rmtree(leftover)
         with written_whole(self.folder / "config.json") as temporary:
-            settings = vars(cfg) | {"script": started_script()}
+            reward = getattr(reward_fn, "__qualname__", "")  # a partial() has none
+            settings = vars(cfg) | {"script": started_script(), "reward_fn": reward}
             temporary.write_text(json.dumps(settings, indent=1, default=str))
         step = saved["state"]["step"] if saved else -1
         for name in ("samples.jsonl", "metrics.jsonl"):
             rows = [row for row in read_rows(self.folder / name) if row["step"] <= step]
             with written_whole(self.folder / name) as temporary:  # later steps are repeated
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.history = rows[1:]  # metrics from step 1 on
+        self.history = read_rows(self.folder / "metrics.jsonl")[1:]  # without step 0
         from torch.utils.tensorboard import SummaryWriter, summary
         events = self.folder.parent / "tb" / self.folder.name
         self.writer = SummaryWriter(events, purge_step=step + 1)
@@ -1778,8 +1791,10 @@ def report(folder, cfg):
     if RANK:
         return
     rows = read_rows(folder / "metrics.jsonl")
-    first, *later = [row for row in rows if "eval/accuracy" in row]
-    line, model = f"Held-out accuracy, sampled: {first['eval/accuracy']:.1%}", "model"
+    first, *later = [row for row in rows if "eval/accuracy" in row] or [None]
+    line, model = "", "model"
+    if first:
+        line = f"Held-out accuracy, sampled: {first['eval/accuracy']:.1%}"
     if later:
         last, best = later[-1], max(later, key=lambda row: row["eval/mean_reward"])
         line += f" -> {last['eval/accuracy']:.1%} at step {last['step']}"
@@ -1790,7 +1805,7 @@ def report(folder, cfg):
     name = shlex.quote(str(folder))
     print(f"\n{line}\n  try it    python sample.py --model_id={name}/{model}\n"
           f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
-    if rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
+    if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
         is_late = 0 < cfg.max_minutes < rows[-1].get("time/minutes", 0.0)
         flag = " --max_minutes=0" if is_late else ""
         print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}{flag}")
@@ -1865,7 +1880,7 @@ def save_model(policy, tokenizer, folder):
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
     shell.generation_config = GenerationConfig(  # samples, and ends, as in training
-        do_sample=True, eos_token_id=policy.stop_ids or None, pad_token_id=config.pad_token_id)
+        do_sample=True, top_k=0, eos_token_id=policy.stop_ids or None)
     tied = "lm_head.weight" if config.tie_word_embeddings else None
     # All ranks go through the loop: full_weights() gathers.
     weights = {name: weight.detach().to("cpu", dtype) for name, weight in full_weights(policy)
@@ -1983,12 +1998,14 @@ def settings_of_run(typed):
     try:
         saved = dict(json.loads((folder / "config.json").read_text()))
         script = Path(saved.pop("script"))
+        del saved["reward_fn"]  # is for sample.py
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"no run to resume in {folder} ({error!r})") from None
     if script.name != Path(started_script()).name:
         raise UserError(f"this run has the reward of {script}: resume it with that")
     changed = SimpleNamespace(**saved)
-    override(changed, {name: typed[name] for name in typed.keys() - {"resume", "out_dir"}})
+    names = typed.keys() & saved.keys() - {"resume", "out_dir"}
+    override(changed, {name: typed[name] for name in names})
     for name, value in vars(changed).items():
         if value != saved[name]:
             if name in FIXED:
@@ -1998,8 +2015,8 @@ def settings_of_run(typed):
 
 
 def started_script():
-    """-> the file that has the reward; in a notebook the name of the program"""
-    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", sys.argv[0]))
+    """-> the file that has the reward; in a notebook this one"""
+    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", __file__))
 
 
 def override(cfg, given):
@@ -2013,7 +2030,7 @@ def override(cfg, given):
             if isinstance(default, bool):
                 value = {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
             elif type(value) is not type(default):
-                value = type(default)(value)
+                value = type(default)(str(value))  # int("0.5") raises, int(0.5) would be 0
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--{name}={value}: expected something like {default}") from None
         setattr(cfg, name, value)
@@ -2145,7 +2162,7 @@ def run(main):
     except KeyboardInterrupt:
         message, code = "stopped at once", 130
     if code:
-        notes = getattr(message, "__notes__", [])
+        notes = getattr(message, "__notes__", []) if RANK == 0 else []
         print(*notes, f"error: {message}", sep="", file=sys.stderr)
     with contextlib.suppress(Exception):  # it may be closed
         sys.stdout.flush()

@@ -612,6 +612,8 @@ def test_no_text_earns_more_than_an_honest_answer(text, most):
 @pytest.mark.parametrize("text, reward", [
     ("<answer>5</answer>\n#### Heading", 1.0), ("#### Heading\n<answer>5</answer>", 1.0),
     ("#### 5\n#### Check", 1.0), ("<answer>5</answer>\n#### 6", 0.1), ("#### Heading", 0.0),
+    ("<answer>5</answer>\n#### 2. Check", 1.0), ("#### 5\n#### 1) Steps", 1.0),
+    ("#### **5.**", 1.0), (r"#### \$5", 1.0), ("#### \N{MINUS SIGN}5", 0.1), ("#### 5.", 1.0),
     ("<answer>4 or 5</answer>", 0.1), ("<answer>4, 5</answer>", 0.1),
     (r"<answer>5</answer> \boxed{4}", 0.1), (r"<think>\boxed{5}</think>", 0.0),
     ("<think>#### 5", 0.0)])
@@ -748,7 +750,7 @@ def test_a_saved_model_samples_as_in_training(save_folder, tmp_path, changes):
     starter.save_model(policy, tokenizer, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     config = model.generation_config
-    assert config.do_sample and config.eos_token_id == [256]
+    assert config.do_sample and config.eos_token_id == [256] and config.top_k == 0
     assert not config.temperature and not config.top_p and not config.repetition_penalty
     model.generate(torch.tensor([[65, 66]]), max_new_tokens=2)
 
@@ -1332,8 +1334,9 @@ def test_a_prompt_with_less_room_than_others_is_continued_past_the_context():
     assert long.ids[:4] == alone.ids
 
 
-def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "vllm", None)
+@pytest.mark.parametrize("missing", ["vllm", "vllm.entrypoints.llm"])  # or a package of vLLM
+def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
     assert isinstance(starter.init_vllm(make_policy(), settings_of()), starter.TorchSampler)
     assert "!!! vLLM cannot be used here" in capsys.readouterr().out
 
@@ -1354,7 +1357,8 @@ def test_a_model_that_vllm_cannot_run_is_one_line_that_names_the_way_out(monkeyp
             raise error
         return Engine()
 
-    monkeypatch.setitem(sys.modules, "vllm", mock.Mock())
+    for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.llm"):
+        monkeypatch.setitem(sys.modules, name, mock.Mock())
     monkeypatch.setattr(starter, "start_vllm", start_vllm)
     monkeypatch.setattr(starter, "load_policy_into_vllm_instance", lambda *arguments: None)
     if is_missing:
@@ -1943,6 +1947,11 @@ def test_evaluation_counts_what_it_says(monkeypatch):
         for row in rows:
             is_lost = row["cut_off"] and not keeps
             assert row["reward"] == (min(reward, 0.0) if is_lost else reward)
+    # Another rank has a lower one.
+    task.cfg.reward_truncated = False
+    monkeypatch.setattr(starter, "gather", lambda x: [x, -3.0] if isinstance(x, float) else [x])
+    rows = starter.evaluate_model(llm, task, params, stop_ids, lambda *rest: 0.2)[1]
+    assert {row["reward"] for row in rows if row["cut_off"]} == {-3.0}
 
 
 def test_metrics_of_a_step_are_sums_over_tokens_and_rows():
@@ -2033,6 +2042,10 @@ def test_the_report_names_the_last_evaluation_and_a_better_one(tmp_path, capsys)
     for limit, flag in ((0.0, ""), (5.5, ""), (4.5, " --max_minutes=0")):
         starter.report(tmp_path, settings_of(max_minutes=limit))
         assert capsys.readouterr().out.endswith(f"--resume={tmp_path}{flag}\n")
+    (tmp_path / "metrics.jsonl").unlink()
+    starter.report(tmp_path, settings_of())
+    assert "try it" in capsys.readouterr().out, "records that were lost"
+    report(0.25, 0.5)
     (tmp_path / "a b").mkdir()
     shutil.copy(tmp_path / "metrics.jsonl", tmp_path / "a b")
     starter.report(tmp_path / "a b", settings_of())
@@ -2156,10 +2169,16 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
         time.sleep(1)
 
 
-def test_a_script_gets_its_signals_back(run_main):
+def test_a_script_gets_its_signals_back(run_main, monkeypatch):
+    def handlers():
+        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
     run_main("--n_grpo_steps=1")
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert handlers == (signal.default_int_handler, signal.SIG_DFL)
+    assert handlers() == (signal.default_int_handler, signal.SIG_DFL)
+    monkeypatch.setattr(starter, "reward_fn", lambda *rest: 1 / 0)
+    with pytest.raises(UserError):
+        run_main("--n_grpo_steps=1")
+    assert handlers() == (signal.default_int_handler, signal.SIG_DFL)
 
 
 def test_the_newest_checkpoints_are_kept_if_the_clock_was_set_back(run_main):
@@ -2435,6 +2454,8 @@ def test_misspelled_names_suggest_the_closest_one_if_any_is_near():
     given = starter.read_arguments(["--lr", "1e-4", "--compile=true", "--prompt=a=b"])
     starter.override(cfg, given)
     assert (cfg.lr, cfg.compile, cfg.prompt) == (1e-4, True, "a=b")
+    with pytest.raises(UserError, match="--seed=0.5: expected something like 1"):
+        starter.override(cfg, {"seed": 0.5})  # of config.json
 
 
 def test_what_needs_the_kl_penalty_can_be_switched_off_with_it():
@@ -2505,9 +2526,11 @@ def test_from_the_shell_bad_settings_are_one_line_and_exit_code_2(script, tmp_pa
 
 def test_a_run_is_resumed_with_its_own_script(tmp_path, monkeypatch):
     cfg = starter.main([], only_settings=True)
+    del cfg.max_turns
     starter.Log(tmp_path, cfg).close()
-    resume = functools.partial(starter.main, [f"--resume={tmp_path}"], only_settings=True)
-    assert resume().task == "countdown"
+    resume = functools.partial(starter.main, [f"--resume={tmp_path}", "--max_turns=3"],
+                               only_settings=True)
+    assert resume().max_turns == 3, "a setting that main() has since"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/mine.py", raising=False)
     with pytest.raises(UserError, match="this run has the reward of .*: resume it with that"):
         resume()
@@ -3445,6 +3468,12 @@ from starter import reward_fn
 starter.reward_fn = lambda text, problem: 0.5
 starter.main(["--no_such_setting"])""")
     assert sample.load_script(str(tmp_path / "own.py")).reward_fn("", {}) == 0.5
+    # One that assigns its reward in main() has the built-in one when it is imported.
+    run = vars(settings_of(task="countdown", prompt="{numbers}")) | {
+        "script": str(HERE / "starter.py"), "reward_fn": "mine"}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    with pytest.raises(UserError, match=r"trained with mine\(\), but .*starter.py has "):
+        sample.main([f"--model_id={tmp_path / 'model'}"])
     # A changed copy of starter.py raises errors of its own.
     shutil.copy(HERE / "starter.py", tmp_path / "mine.py")
     trainer = sample.load_script(str(tmp_path / "mine.py"))
@@ -3456,7 +3485,7 @@ def test_sample_has_the_defaults_of_the_trainer(tmp_path):
     for model_id in ("tiny", tmp_path):
         flags = [f"--model_id={model_id}"]
         got, wanted = sample.read_settings(flags), starter.main(flags, only_settings=True)
-        own = sample.OWN | {"script": None, "n_eval": got.n_eval}
+        own = sample.OWN | {"script": None, "reward_fn": None, "n_eval": got.n_eval}
         assert vars(got) == vars(wanted) | own
 
 

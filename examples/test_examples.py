@@ -216,6 +216,25 @@ def world(request, use):
     return world
 
 
+def test_an_error_in_one_reply_does_not_wait_for_the_others(world, use):
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def reply(problem, text):
+        if problem["answer"] == "1":
+            assert begun.wait(5)
+            raise ValueError("no server")
+        begun.set()
+        may_end.wait(5)
+        ended.append(text)
+
+    use(reply, *world.turn_ends)
+    with pytest.raises(UserError, match="no server"):
+        world.play(world.problems)
+    n_ended = len(ended)
+    may_end.set()
+    assert n_ended == 0
+
+
 def test_the_mask_has_the_models_tokens_and_their_log_probs_know_the_replies(world):
     responses, plain, n_after = world.play(world.problems), eager_copy(world.policy), 0
     prompts = starter.repeat([problem["prompt_ids"] for problem in world.problems], 2)
@@ -434,7 +453,7 @@ def test_a_response_without_an_end_is_cut_off_and_earns_nothing(use):
 
 
 @pytest.mark.parametrize("answer, words", [
-    (lambda text: 1 / 0, "ZeroDivisionError"), (lambda text: 5, "int.* has no attribute"),
+    (lambda text: 1 / 0, "ZeroDivisionError"), (lambda text: 0, "int.* has no attribute"),
     (lambda text: "\udcff", "surrogates not allowed"), (lambda text: exit(), "SystemExit")])
 def test_a_mistake_in_reply_is_one_error_that_shows_the_text(use, answer, words, capsys):
     use(lambda problem, text: answer(text) if text == "bad" else "go on")
