@@ -1336,6 +1336,8 @@ def test_a_prompt_with_less_room_than_others_is_continued_past_the_context():
 
 @pytest.mark.parametrize("missing", ["vllm", "vllm.entrypoints.llm"])  # or a package of vLLM
 def test_without_vllm_one_loud_line_and_the_torch_sampler(monkeypatch, capsys, missing):
+    for name in ("vllm.entrypoints", "vllm.entrypoints.llm"):  # of earlier tests
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     assert isinstance(starter.init_vllm(make_policy(), settings_of()), starter.TorchSampler)
     assert "!!! vLLM cannot be used here" in capsys.readouterr().out
