@@ -607,14 +607,16 @@ class Task:
     def turn_end_ids(self):
         """Tokens in which a text of TURN_ENDS may end: they contain it, or begin with its end"""
         ids = []
+        if isinstance(TURN_ENDS, str) or not all(
+                isinstance(x, str) and x and x.isascii() for x in TURN_ENDS):
+            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write ASCII texts, such as ('</call>',)")
         for token in range(len(self.tokenizer) if TURN_ENDS else 0):
             text = self.tokenizer.decode([token])
             starts = tuple(text[:i] for i in range(1, len(text) + 1))
             if any(end in text or end.endswith(starts) for end in TURN_ENDS):
                 ids.append(token)
-        if isinstance(TURN_ENDS, str) or (TURN_ENDS and not ids):
-            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write texts that tokens of the model end, "
-                            "such as ('</call>',)")
+        if TURN_ENDS and not ids:
+            raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
         return ids
 
 
@@ -1329,6 +1331,7 @@ class TorchSampler:
     def generate(self, prompts, params, seeds):
         n, limit, stop_ids = params["n"], params["max_tokens"], params["stop_token_ids"]
         width, half, device = max(map(len, prompts)), len(prompts) // 2, self.model.device
+        context = context_of(self.model.config)
         if half and len(prompts) * n * (width + limit) > CACHE_LIMIT:
             return (self.generate(prompts[:half], params, seeds[:half])
                     + self.generate(prompts[half:], params, seeds[half:]))
@@ -1342,8 +1345,8 @@ class TorchSampler:
         while len(tokens) < limit and not is_done.all():
             new = slice(-ids.shape[1], None)
             # A game may run past the context, as all have one max_tokens here. It is cut later.
-            positions = (mask.cumsum(1) - 1).clamp(0, context_of(self.model.config) - 1)[:, new]
-            seen = mask[:, new] if self.is_mamba else mask
+            positions = (mask.cumsum(1) - 1).clamp(0, context - 1)[:, new]
+            seen = mask[:, new] if self.is_mamba else mask  # Mamba's is of the new tokens only
             logits = self.model(ids, attention_mask=seen, position_ids=positions, use_cache=True,
                                 logits_to_keep=1, **caches).logits[:, -1].float()
             if not tokens:  # a prompt is read once
@@ -1741,7 +1744,7 @@ class Log:
         if RANK:
             return
         for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # of a killed process
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         with written_whole(self.folder / "config.json") as temporary:
             reward = getattr(reward_fn, "__qualname__", "")  # a partial() has none
             settings = vars(cfg) | {"script": started_script(), "reward_fn": reward}
@@ -1756,7 +1759,7 @@ class Log:
         events = self.folder.parent / "tb" / self.folder.name
         self.writer = SummaryWriter(events, purge_step=step + 1)
         settings = {name: value if isinstance(value, str | int | float) else str(value)
-                    for name, value in settings.items()}
+                    for name, value in vars(cfg).items()}
         self.writer.file_writer.add_summary(summary.hparams(settings, {})[1])
 
     def append(self, name, row):
@@ -1951,6 +1954,9 @@ def restore(saved, policy, optimizer, ref_model, state):
     if saved["ref"] and ref_model:
         state_dicts.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     vars(state).update(saved["state"])
+    if state.ref_step and ref_model and not saved["ref"]:  # the penalty was off for a while
+        print("!!! the refreshed reference is gone: the KL is that to the starting model")
+        state.ref_step = 0
     saved.clear()
 
 
@@ -2051,8 +2057,10 @@ def check_settings(cfg, typed):
             raise UserError(f"{name} is out of range: {value}")
     has_gpu = cfg.device == "cuda" and torch.cuda.is_available()
     has_kl = cfg.use_kl_penalty and cfg.kl_coef
-    needs_kl = cfg.kl_adaptive or cfg.ref_update_every or cfg.ref_offload or (
-        not cfg.use_kl_penalty and {"kl_coef", "kl_estimator", "kl_in", "target_kl"} & typed.keys())
+    needs_kl = cfg.kl_adaptive or cfg.ref_update_every or cfg.ref_offload
+    if not cfg.use_kl_penalty:
+        named = {name for name in typed if name.startswith(("kl_", "target_kl"))}
+        needs_kl = needs_kl or named - {"kl_adaptive"}
     rules = {
         "device must be cpu, or cuda with a GPU": cfg.device == "cpu" or has_gpu,
         "vllm_sleep and ref_offload need a GPU": has_gpu or not (cfg.vllm_sleep or cfg.ref_offload),

@@ -3067,6 +3067,13 @@ def test_resuming_takes_over_all_settings_and_says_what_changed(run_main, tmp_pa
     assert min(abs(change - x) for x in (0.75, 1, 1.5)) < 1e-6
     starter.main([f"--resume={folder}", "--n_grpo_steps=9", "--kl_adaptive=False"])
     assert rows_of(folder)[-1]["train/kl_coef"] == 0.003
+    # Without the penalty the refreshed reference is not kept.
+    lost = "the refreshed reference is gone"
+    starter.main([f"--resume={folder}", "--n_grpo_steps=10", "--use_kl_penalty=False",
+                  "--ref_update_every=0"])
+    assert lost not in capsys.readouterr().out
+    starter.main([f"--resume={folder}", "--n_grpo_steps=11", KL])
+    assert lost in capsys.readouterr().out
 
 
 LONG_RUN = [*SMALL, KL, "--n_minibatches=2", "--n_grpo_steps=16", "--save_every=2"]

@@ -404,14 +404,18 @@ def test_a_turn_may_end_inside_a_token(use, new_tokens, end, result):
     assert [turn["content"] for turn in response.problem["turns"]] == [text, result, "6!"]
 
 
-def test_turn_ends_are_texts_that_tokens_end(use):
-    few = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"1": 0, "?": 1}, [])))
+def test_turn_ends_are_ascii_texts(use):
     use(calculator.reply)
-    # In the first, a comma was forgotten.
-    for wrong, tokenizer in (("</calc>", make_tokenizer()), (("</calc>",), few)):
+    # In the first, a comma was forgotten. The last could be written in other tokens.
+    for wrong in ("</calc>", (5,), ("",), ("\N{RIGHTWARDS ARROW}",)):
         starter.TURN_ENDS = wrong
-        with pytest.raises(starter.UserError, match=r"such as \('</call>',\)"):
-            make_task(tokenizer).turn_end_ids
+        with pytest.raises(starter.UserError, match=r"write ASCII texts, such as \('</call>',\)"):
+            make_task(make_tokenizer()).turn_end_ids
+    starter.TURN_ENDS = ("</calc>",)
+    few = Tokenizer(models.BPE({"1": 0, "?": 1}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=few)
+    with pytest.raises(starter.UserError, match="no token of the model ends a text of TURN_ENDS"):
+        make_task(tokenizer).turn_end_ids
 
 
 def test_an_end_token_after_white_space_in_the_template_is_not_doubled(use):
