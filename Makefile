@@ -1,4 +1,4 @@
-# make train | test | bench | soak | kl_sweep | tensorboard: each first sets up .venv (once).
+# make train | test | bench | kl_sweep | tensorboard: each first sets up .venv (once).
 PYTHON ?= python3
 GPU := $(shell nvidia-smi -L > /dev/null 2>&1 && echo yes)
 MACHINE := $(shell uname -m)
@@ -13,13 +13,10 @@ train: $(VENV)/ready
 	$(RUN) starter.py $(ARGS)
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -q -n 2 --dist loadgroup test_starter.py examples $(ARGS)
+	$(RUN) -m pytest -q -n 2 --dist loadgroup test_starter.py test_tools.py examples $(ARGS)
 
 bench: $(VENV)/ready
 	$(RUN) bench.py $(ARGS)
-
-soak: $(VENV)/ready
-	$(RUN) bench.py --soak=500 $(ARGS)
 
 kl_sweep: $(VENV)/ready
 	$(RUN) kl_sweep.py $(ARGS)
@@ -46,4 +43,4 @@ endif
 clean:
 	rm -rf $(VENV)
 
-.PHONY: train test bench soak kl_sweep tensorboard clean
+.PHONY: train test bench kl_sweep tensorboard clean

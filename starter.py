@@ -14,34 +14,33 @@ responses; a KL penalty, off by default, keeps the model near its start (KL.md).
 import os, signal, sys
 from pathlib import Path
 
-if {"-h", "--help"} & set(sys.argv[1:]):  # before slow imports, also for scripts that import this
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
-    print(sys.modules["__main__"].__doc__ or "python starter.py --help lists the settings")
-    if __name__ == "__main__":
-        print(Path(__file__).read_text("utf-8").split("\n    # ----")[1])
+if {"-h", "--help"} & set(sys.argv[1:]):  # before the slow imports
+    print(sys.modules["__main__"].__doc__)
+    print(Path(__file__).read_text("utf-8").split("\n    # ----")[1])
     sys.exit()
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine in this process
-for setting in ("VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TRANSFORMERS_VERBOSITY=error "
-                "TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false VLLM_HOST_IP=127.0.0.1 "
-                "TORCH_LOGS=-all HF_HUB_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1").split():
-    os.environ.setdefault(*setting.split("="))
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_LOGS", "-all")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # torchrun starts a process (rank) per GPU. Each sees only its own GPU.
-IS_LAUNCHED = "LOCAL_RANK" in os.environ
-RANK, WORLD, LOCAL_RANK = 0, 1, 0
-if IS_LAUNCHED:
-    RANK, WORLD, LOCAL_RANK = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+if "LOCAL_RANK" in os.environ:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
-import ast, builtins, contextlib, copy, dataclasses, difflib, functools, gc, html, importlib
-import itertools, json, logging, math, operator, random, re, shlex, shutil, tempfile, time
-import traceback, warnings, zipfile, zlib
-from collections import Counter
+import ast, contextlib, copy, dataclasses, difflib, functools, gc, html, json, logging, math
+import operator, random, re, shutil, tempfile, time, traceback, warnings, zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,31 +51,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
-                          AutoModelForMultimodalLM, AutoTokenizer, DynamicCache,
+from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache,
                           GenerationConfig)
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-# vLLM's own setting does not hold while it is imported.
-logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+logging.getLogger("vllm").setLevel("ERROR")
+print = functools.partial(print, flush=True)
 
 
-def print(*words, **options):
-    """At once. If nobody reads any more (Ctrl-C also ends `| tee log`; a terminal is closed), the
-    run goes on."""
-    try:
-        builtins.print(*words, **options, flush=True)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")
-
-
-class UserError(ValueError):
-    """The user can fix it: one line, exit code 2."""
-
-
-class RunFailed(RuntimeError):
-    """The run cannot continue: one line, exit code 1."""
+class UserError(Exception):
+    """Something to act on: one line instead of a traceback"""
 
 
 def gather(value):
@@ -93,70 +78,51 @@ def share(items):
     return items[first:len(items) * (RANK + 1) // WORLD], first
 
 
-def on_all_ranks(function, *arguments):
-    """Call it. An error of one rank is raised on all: none waits for ever."""
-    result = error = None
-    try:
-        result = function(*arguments)
-    except (UserError, RunFailed, ImportError) as caught:
-        error = caught
-    for error in gather(error):
-        if error:
-            raise error
-    return result
-
-
-def main(argv=None, only_settings=False):
+def main(argv=None, only_settings=False, **defaults):
+    """defaults: hyperparameters of a script that imports this; the command line takes precedence"""
     began = time.perf_counter()
-    # typed: on the command line; given: with the settings of the run to resume
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
-    has_gpu = torch.cuda.is_available() and typed.get("device") != "cpu"
-    start_process_group("cuda" if has_gpu else "cpu")
-    given = on_all_ranks(settings_of_run, typed) if "resume" in typed else typed
+    given = settings_of_run(typed) if "resume" in typed else typed
+    has_gpu = torch.cuda.is_available()
     # ---- hyperparameters
     cfg = SimpleNamespace(
-        # model; "tiny" has some values of its own, below
+        # model; for "tiny", tiny.py replaces some of the values below, and a line says which
         model_id="Qwen/Qwen2.5-Coder-1.5B-Instruct" if has_gpu else "tiny",  # a folder or hub name
-        device="cuda" if has_gpu else "cpu",
         lora_rank=0,  # above 0: train adapters only; they need about 10 x lr
-        gradient_checkpointing=True,  # half the memory, a quarter more time
+        gradient_checkpointing=has_gpu,  # half the memory, a quarter more time
         compile=has_gpu,
+        offload="auto",  # weights and optimizer in host memory; auto: if the GPU is too small
         # run
         seed=42,
         out_dir="out",  # the run gets a folder in it
         resume="",  # a run folder, or "latest"
         n_grpo_steps=100,
         max_minutes=0.0,  # 0: no limit
-        eval_every=20,  # steps
+        eval_every=20,  # steps; 0: no evaluation
         n_eval=400,  # held-out problems
         save_every=50,  # steps between checkpoints; 0: only on Ctrl-C or an error in reward_fn
         # task
-        task="countdown",  # or a JSONL file
-        eval_task="",  # another JSONL file; else rows of task are held out
-        prompt="",  # a template such as "{question}"; "": that of the task
-        n_numbers=3,  # of a Countdown problem
-        max_number=10,
-        operations="+-*/",
+        task="countdown",  # a JSONL file, or a folder with train.jsonl and test.jsonl
+        eval_task="",  # another JSONL file; "": rows of task are held out
+        prompt="{question} Think step by step, then give the answer as <answer>...</answer>.",
         # rollout
-        use_vllm=True,  # False: plain torch
+        use_vllm=True,  # False: plain torch, slow
         rollout_batch_size=512,  # responses per step
         group_size=16,  # responses per prompt
         temperature=1.0,
-        min_tokens=0,
-        max_tokens=512,
+        max_tokens=512,  # of a response
         max_prompt_tokens=256,
         max_turns=10,  # of the model, if there is a reply()
-        reward_truncated=False,  # False: a response that is cut off earns 0, or its group's lowest
+        reward_truncated=False,  # False: a response that is cut off earns 0 at most
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
-        vllm_sleep=False,  # free it during the update
+        vllm_sleep="auto",  # free it during the update; auto: if the GPU is too small
         # update
         lr=2e-6,
         warmup_steps=10,  # lr rises linearly
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over each batch
         n_minibatches=1,  # optimizer steps per pass
-        gradient_accumulation_steps=1,  # microbatches, at least
-        tokens_per_microbatch=20480,  # at most, roughly
+        tokens_per_microbatch=0,  # at most, roughly; 0: 20480, or 8192 if the GPU is too small
         # loss
         loss_type="grpo",  # mean per response; "dr_grpo": sum / max_tokens; "dapo": mean per token
         clip_range=0.2,
@@ -168,135 +134,141 @@ def main(argv=None, only_settings=False):
         kl_estimator="k3",  # or "k1", "k2", "exact" (over the vocabulary)
         kl_importance_weight=True,  # False: the estimator's own gradient (KL.md)
         kl_in="loss",  # or "reward", with k1
-        kl_adaptive=False,  # steer the KL to target_kl
-        target_kl=0.1,  # nats per token
+        kl_warmup_steps=0,  # kl_coef rises linearly
+        target_kl=0.0,  # nats per token; above 0: kl_coef is adapted to reach it
         ref_update_every=0,  # steps between refreshes of the reference; 0: none
-        ref_offload=False,  # in host memory
     )
-    if is_tiny(given.get("model_id", cfg.model_id)):  # made on first use
-        vars(cfg).update(
-            gradient_checkpointing=False, compile=False, n_eval=1000, save_every=20, max_number=20,
-            operations="+-", rollout_batch_size=256, group_size=8, lr=2e-4, kl_coef=0.1)
-        if given.get("task", cfg.task) == "countdown":
-            vars(cfg).update(prompt="{numbers}={target}:", max_tokens=24, max_prompt_tokens=32)
     # ----
+    override(cfg, defaults)
+    if given.get("model_id", cfg.model_id) == "tiny":
+        import tiny
+        vars(cfg).update(tiny.SETTINGS)
     override(cfg, given)
-    if not cfg.prompt:
-        cfg.prompt = COUNTDOWN_PROMPT if cfg.task == "countdown" else QUESTION_PROMPT
-    if "latest" in Path(cfg.model_id).parts and Path(cfg.model_id).is_dir():
+    if "latest" in Path(cfg.model_id).parts:
         cfg.model_id = os.path.realpath(cfg.model_id)  # the link will move
-    check_settings(cfg, typed)
-    # Parallel sums on a CPU differ from run to run.
-    torch.use_deterministic_algorithms(cfg.device == "cpu")
+    check_settings(cfg, typed, has_gpu)
     if only_settings:
         return cfg
-    rows, eval_rows = on_all_ranks(read_task, cfg)
-    saved = on_all_ranks(load_checkpoint, cfg.resume) if cfg.resume else None
-    on_all_ranks(make_tiny, cfg.model_id)
+    device = "cuda" if has_gpu else "cpu"
+    is_launched = "LOCAL_RANK" in os.environ  # by torchrun
+    if (is_launched or has_gpu) and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", rank=RANK,
+                                world_size=WORLD, store=None if is_launched else dist.HashStore())
+    torch.use_deterministic_algorithms(not has_gpu)  # parallel sums on a CPU differ otherwise
+    make_on_first_use(cfg)
+    training, held_out = read_task(cfg)
+    saved = load_checkpoint(cfg)
+    if saved and saved["state"]["step"] >= cfg.n_grpo_steps:
+        print(f"it has finished: train longer with --n_grpo_steps={2 * cfg.n_grpo_steps}")
+        return
+
     print(f"loading {cfg.model_id} ...")
-    policy, tokenizer = on_all_ranks(init_policy, cfg.model_id, cfg.device,
-                                     cfg.gradient_checkpointing)
-    task = Task(cfg, rows, eval_rows, tokenizer)
-    kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
-    layout = "packed" if policy.layout is pack else "padded (slower)"
-    print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {cfg.device}, rows {layout}")
-    print(f"{len(task.training) or 'random'} problems, {len(task.held_out)} held out; "
-          f"KL penalty {kl_coef or 'off'}")
+    policy, tokenizer = init_policy(cfg.model_id, device, cfg.max_prompt_tokens + cfg.max_tokens)
+    task = Task(cfg, training, held_out, tokenizer, policy.stop_ids)
+    plan_memory(policy.model, cfg, device)
     if cfg.lora_rank:
         add_lora(policy, cfg.lora_rank, cfg.seed)
-    ref_model = make_reference(policy, cfg) if kl_coef else None
-    compile_and_shard(policy, cfg)
-    llm = init_vllm(policy, cfg)
-    folder = Path(cfg.resume or gather(on_all_ranks(make_run_folder, cfg, given))[0]).absolute()
-    log = on_all_ranks(Log, folder, cfg, saved)
-    try:
-        train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
-        save_model(policy, tokenizer, folder / "model")
-    finally:
-        log.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a script or notebook may go on
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    report(folder, cfg)
+    kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
+    ref_model = make_reference(policy, cfg, device) if kl_coef else None
+    compile_and_shard(policy, cfg, device)
+    print(f"{policy.model.num_parameters():,} parameters on {WORLD} x {device}, rows "
+          f"{'packed' if policy.is_packed else 'padded (slower)'}, KL penalty {kl_coef or 'off'}")
+    llm = init_vllm(policy, tokenizer, cfg)
+    folder = Path(gather(cfg.resume or make_run_folder(cfg, given))[0])
+    log = Log(folder, cfg, saved)
+    train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved, began=began)
+    report(folder)
 
 
 def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None, began=None):
-    """saved: a checkpoint to start from; began: when the minutes of this process did"""
+    """saved: a checkpoint to start from; began: when this process did, for max_minutes"""
+    # update_weights() sets the learning rate, of every group.
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    # Plain numbers that a checkpoint keeps; add your own
     state = SimpleNamespace(step=0, next_problem=0, minutes=0.0, skipped=0, skips_in_a_row=0,
-                            lr_factor=1.0, best_reward=-math.inf, ref_step=0, kl_factor=1.0,
-                            kl_smooth=0.0)
-    checkpoint_parts = log.folder, policy, optimizer, ref_model, state
-    params = init_sampling_params(cfg, cfg.group_size, policy.stop_ids)
-    loss_settings = {
-        "clip_range": cfg.clip_range, "clip_range_high": cfg.clip_range_high,
-        "loss_type": cfg.loss_type, "max_completion_length": cfg.max_tokens,
-        "temperature": cfg.temperature, "kl_estimator": cfg.kl_estimator,
-        "kl_importance_weight": cfg.kl_importance_weight, "kl_in": cfg.kl_in}
+                            lr_factor=1.0, best_reward=-math.inf, first_gap=0.0, ref_step=0,
+                            kl_factor=1.0, kl_smooth=0.0)
+    parts = log.folder, policy, optimizer, ref_model, state  # of a checkpoint
     signals = catch_signals()
-    if cfg.device == "cuda":
-        torch.set_num_threads(1)  # host tensors are small
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
         load_policy_into_vllm_instance(policy, llm)
     else:
-        log.write(0, evaluate_and_keep_best(policy, llm, task, params, log, state))
-    minutes_before, began = state.minutes, began or now()
+        log.write(0, evaluate_and_keep_best(policy, llm, task, log, state))
+    began = (began or now()) - 60 * state.minutes
 
     while state.step < cfg.n_grpo_steps:
         step = state.step + 1
-        started, seconds = now(), {}
 
-        # Rollout, reward, advantage; problems are one per response
-        with saved_if_it_fails(checkpoint_parts):
-            problems, responses, texts, rewards = collect(llm, task, params, cfg, state, seconds)
-        prompts = [problem["prompt_ids"] for problem in problems]
-        batch = make_batch(prompts, responses, cfg.min_tokens)
-        batch.advantages_per_seq = group_advantages(rewards, cfg.group_size,
-                                                    cfg.use_std_normalization)
+        # Rollout: group_size responses to each prompt; reward each
+        started = now()
+        problems, first = share(task.problems(state.next_problem))
+        try:
+            responses = rollout_with_vllm(llm, task, problems, cfg.group_size, step, first)
+            sampled = now()
+            grade(responses, cfg.reward_truncated)
+        except Exception:  # in reward_fn or reply(): no finished step is lost
+            if WORLD == 1:
+                save_checkpoint(*parts)
+            raise
+        state.next_problem += cfg.rollout_batch_size // cfg.group_size
         state.step = step  # from here on a checkpoint belongs to this step
 
         update_started = now()
         if cfg.vllm_sleep:
             llm.sleep(level=2)
-        kl_now = kl_coef * (state.kl_factor if cfg.kl_adaptive else 1.0)
-        minibatches = [*make_minibatches(cfg, step, len(responses))]
-        # Rows without advantage have no gradient. Step 1 keeps them for check_agreement.
-        to_train = {row for row, advantage in enumerate(batch.advantages_per_seq)
-                    if step == 1 or kl_now or advantage.any()}
-        to_train = to_train or {*range(len(responses))[:1]}  # for the metrics
+        batch = make_batch(responses)
+        rewards = torch.tensor([response.reward for response in responses])
+        advantages = group_advantages(rewards, cfg.group_size, cfg.use_std_normalization)  # [B]
+        kl_now = kl_coef * state.kl_factor * min(1.0, step / max(1, cfg.kl_warmup_steps))
+        # Without KL, rows without advantage have no gradient. They are left out after step 1, in
+        # which sampler and trainer are compared.
+        trained = {row for row in range(len(responses))
+                   if step == 1 or kl_now or advantages[row] != 0}
+        minibatches = make_minibatches(cfg, step, len(responses))
 
-        # Log-probs before the update. In its first minibatch old is the policy itself.
-        old_log_probs = None
+        # Log-probs that stay fixed during the update. In the first minibatch, old is the policy.
+        old_log_probs = ref_log_probs = None
         if len(minibatches) > 1:
-            later = to_train & {row for rows in minibatches[1:] for row in rows}
+            later = trained & set().union(*minibatches[1:])
             old_log_probs = score(policy, batch, sorted(later), cfg)
         if kl_now and cfg.kl_estimator != "exact":
-            with adapters_off(ref_model):
-                batch.ref_log_probs = score(ref_model, batch, sorted(to_train), cfg)
+            use_adapters(ref_model, False)
+            ref_log_probs = score(ref_model, batch, sorted(trained), cfg)
+            use_adapters(ref_model, True)
 
-        # Update: an optimizer step per minibatch, in microbatches
+        # Update: one optimizer step per minibatch
         details, losses, grad_norms = [], [], []
-        for rows in minibatches:
-            # A mean over ranks, not a sum: fully_shard averages gradients over them as well.
+        for number, rows in enumerate(minibatches):
+            # Rows that are left out count, as responses with a gradient of 0. A mean over ranks,
+            # not a sum, because fully_shard averages gradients over them.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
-            rows = [row for row in rows if row in to_train]
-            microbatches = make_microbatches(batch, rows, cfg, policy.layout)
+            rows = [row for row in rows if row in trained]
+            microbatches = make_microbatches(batch, rows, cfg, policy.is_packed)
             loss = 0.0
-            for i, micro_rows in enumerate(microbatches, 1):
-                if WORLD == 1 and cfg.device == "cuda":  # keep the bf16 weights until the last
-                    policy.set_reshard_after_backward(i == len(microbatches))
-                # select() also passes the sampler's log-probs: tokens are weighted by old/sampler.
+            for i, micro in enumerate(microbatches, 1):
+                is_last = i == len(microbatches)
+                if WORLD == 1 and policy.device.type == "cuda":  # keep the bf16 weights until then
+                    policy.set_reshard_after_backward(is_last or cfg.vllm_sleep)
+                if WORLD == 1 and cfg.offload:  # gradients travel to host memory once
+                    policy.set_requires_gradient_sync(is_last)
+                # divisor takes the place of gradient_accumulation_steps and max_completion_length.
                 _, metadata = grpo_microbatch_step(
-                    policy, **select(batch, micro_rows), **loss_settings, divisor=divisor,
-                    gradient_accumulation_steps=len(microbatches), ref_model=ref_model,
-                    kl_coef=kl_now)
+                    policy, batch.input_ids[micro], batch.labels[micro],
+                    batch.response_mask[micro], advantages[micro], len(microbatches),
+                    cfg.clip_range, cfg.loss_type, cfg.max_tokens, ref_model, kl_now,
+                    old_log_probs=None if number == 0 else old_log_probs[micro],
+                    ref_log_probs=None if ref_log_probs is None else ref_log_probs[micro],
+                    rollout_log_probs=batch.rollout_log_probs[micro], divisor=divisor,
+                    temperature=cfg.temperature, clip_range_high=cfg.clip_range_high,
+                    kl_estimator=cfg.kl_estimator, kl_in=cfg.kl_in,
+                    kl_importance_weight=cfg.kl_importance_weight)
                 loss += metadata["loss"]
                 details.append(metadata)
             losses.append(np.mean(gather(loss)))
             grad_norms.append(update_weights(policy, optimizer, losses[-1], cfg, state))
-            batch.old_log_probs = old_log_probs  # from the second minibatch on
         sync_started = now()
 
         if cfg.vllm_sleep:
@@ -305,45 +277,39 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         if cfg.vllm_sleep:
             llm.wake_up(tags=["kv_cache"])
         ended = now()
-        seconds |= {"train": sync_started - update_started, "sync": ended - sync_started,
-                    "step": ended - started}
-        state.minutes = minutes_before + (ended - began) / 60
+        state.minutes = (ended - began) / 60
 
         # Log, evaluate, save
-        metrics = step_metrics(details, rewards, responses, texts, seconds, cfg.group_size, kl_now)
-        metrics |= {"train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
-                    "train/lr": optimizer.param_groups[0]["lr"], "train/kl_coef": kl_now,
-                    "train/skipped_steps": state.skipped, "time/minutes": state.minutes}
-        on_all_ranks(check_agreement, metrics, details, cfg, step)
+        metrics = step_metrics(responses, details, cfg.group_size, kl_now) | {
+            "train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
+            "train/lr": optimizer.param_groups[0]["lr"], "train/kl_coef": kl_now,
+            "train/skipped_steps": state.skipped, "time/rollout": sampled - started,
+            "time/reward": update_started - sampled, "time/train": sync_started - update_started,
+            "time/sync": ended - sync_started, "time/step": ended - started,
+            "time/minutes": state.minutes}
+        check_agreement(metrics, details, state, policy.device)
         log_train(log, step, metrics, cfg)
-        if cfg.kl_adaptive:
+        if cfg.target_kl:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
         if cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
-            state.ref_step, state.kl_smooth = step, 0.0  # the average begins again
-        is_late = 0 < cfg.max_minutes < state.minutes
-        is_last = any(gather(is_late or step == cfg.n_grpo_steps))
-        try:
-            if step % cfg.eval_every == 0 or is_last:
-                with saved_if_it_fails(checkpoint_parts):
-                    metrics |= evaluate_and_keep_best(policy, llm, task, params, log, state)
-        finally:
-            log.write(step, metrics)
-        is_interrupted = any(gather(len(signals)))
-        if is_interrupted or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
-            save_checkpoint(*checkpoint_parts)
-        if is_interrupted or is_last:
+            state.ref_step = step
+            state.kl_smooth = 0.0  # the average begins again
+        is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < state.minutes))
+        if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
+            group = responses[:cfg.group_size]
+            metrics |= evaluate_and_keep_best(policy, llm, task, log, state, group)
+        log.write(step, metrics)
+        is_stopped = any(gather(len(signals)))
+        if is_stopped or is_last:
+            save_model(policy, task.tokenizer, log.folder / "model")
+        if is_stopped or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
+            save_checkpoint(*parts)
+        if is_stopped or is_last:
             break
 
 
-# ---- 1. Task: problems, prompts, answers, reward
-
-QUESTION_PROMPT = "{question} Think step by step, then give the answer as <answer>...</answer>."
-COUNTDOWN_PROMPT = (
-    "Using the numbers {numbers}, write an expression that equals {target}. Use each number "
-    "exactly once, with the operations {operations} and parentheses. Try several inside <think> "
-    "</think> tags, then give one inside <answer> </answer> tags. For example, 9 from 5 2 3:\n"
-    "<think>5+2+3=10, 5*2-3=7, 5*3-2=13, (5-2)*3=9</think>\n<answer>(5-2)*3</answer>")
+# ---- 1. Task: prompts, answers, reward, rows
 
 # For several turns write reply(problem, text): what the environment says after a turn of the model,
 # or None if the response has ended. After an end token it is a user message; after a text in
@@ -355,67 +321,46 @@ TURN_ENDS = ()
 
 def reward_fn(generated_text, ground_truth):
     """1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Replace it with your own:
-    ground_truth is the problem, a dict. A reward of at least 0.9 counts as correct."""
-    truth = ground_truth if isinstance(ground_truth, dict) else {"answer": ground_truth}
-    for tag in ("<answer>", "<think>"):
-        if truth.get("rendered", "").rstrip().endswith(tag):  # begun by the prompt
-            generated_text = tag + generated_text
-    answer = final_answer(generated_text, ANSWERS if "answer" in truth else TAGS)
+    ground_truth is the row of the task, a dict. A reward of at least 0.9 counts as correct."""
+    answer = final_answer(generated_text)
     if answer is None:
         return 0.0
-    if "answer" in truth:
-        is_right = is_same(answer, truth["answer"])
+    if "target" in ground_truth:  # Countdown
+        operations = ground_truth.get("operations", "+-*/")
+        value = evaluate_expression(answer, ground_truth["numbers"], operations)
+        is_right = value == ground_truth["target"]
     else:
-        operations = truth.get("operations", "+-*/")
-        is_right = evaluate_expression(answer, truth["numbers"], operations) == truth["target"]
+        is_right = normalize(answer) == normalize(ground_truth["answer"])
     return 1.0 if is_right else 0.1
 
 
-# All patterns take linear time, whatever the text.
+# Linear time, whatever the text
 TAGS = r"<answer>((?:(?!</?answer>).)*)</answer>"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-# A number, not a heading such as "#### 2. Check"
-HASHES = r"####[ *]*(?![0-9]{1,2}[.)] )([-\N{MINUS SIGN}+$.\\]{0,3}[0-9][^\n<#\\]*)"
-ANSWERS = f"{TAGS}|{BOX}|{HASHES}"
-NUMBER = r"(\$?) ?([-+./0-9]{1,64}(?:e[-+]?[0-9]{1,2})?)"
-UNIT = r"(%|(?:square |cubic )?([a-z]+)(?: (?:per|of) [a-z]+)?)"
-# Words that change the number before them
-NO_UNITS = set("dozen hundred thousand k million billion trillion squared cubed factorial pi i e "
-               "x y z n".split())
+HASHES = r"#### *([-+$]{0,2}\.?[0-9][0-9.,/]*)"
 
 
-def final_answer(text, pattern=ANSWERS):
-    r"""-> the last of <answer>...</answer>, \boxed{...}, `#### 5` after the reasoning, or None"""
+def final_answer(text):
+    r"""-> the last <answer>...</answer>, \boxed{...} or `#### 5` after the reasoning, or None"""
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     answer = None
-    for match in re.finditer(pattern, text, re.DOTALL):
-        answer = match[match.lastindex].strip()
-    inner = final_answer(answer, pattern) if answer else None  # <answer>\boxed{5}</answer>
-    return answer if inner is None else inner
+    for match in re.finditer(f"{TAGS}|{BOX}|{HASHES}", text, re.DOTALL):
+        answer = match[match.lastindex]
+    return answer
 
 
-def is_same(answer, truth):
-    """$1,200.00 = 1200, 1/2 = .5, 18 dollars = 18, Paris = paris. But 3 am is not 3 pm."""
-    (number, unit, text), (true_number, true_unit, true_text) = map(parse_number, (answer, truth))
-    if number is None or true_number is None:
-        return text == true_text
-    return number == true_number and (unit == true_unit or not (unit and true_unit))
-
-
-def parse_number(answer):
-    """-> (Fraction or None, unit, text)"""
-    text = re.sub(r"\\text\{([^{}]*)\}", r" \1", str(answer).lower())
-    text = text.replace("\\", "").replace("\N{MINUS SIGN}", "-").strip("* ")
-    text = " ".join(text.split()).replace("- ", "-").replace("-$", "$-").rstrip(". $")
-    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    match = re.fullmatch(f"{NUMBER}(?: ?{UNIT})?", text)
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        if match:
-            unit, word = (re.sub("(?<=[a-z]{2})s$", "", found or "")  # dollars, but not s or ms
-                          for found in (match[3], match[4]))
-            if word not in NO_UNITS:
-                return Fraction(match[2]), "dollar" if match[1] else unit, text
-    return None, "", text
+def normalize(answer):
+    r"""-> a Fraction or a text: $1,200.00 = 1200, \dfrac{1}{2} = .5, 90^\circ = 90"""
+    text = str(answer).lower().replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    text = re.sub(r"\\left|\\right|\^\\circ|\^\{\\circ\}|\\[,!; ]|\\?[$%]|\s", "", text)
+    text = re.sub(r"\\(?:boxed|text|mathrm)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\frac(?:([0-9])([0-9])|\{(-?[0-9]+)\}\{([0-9]+)\})", r"\1\3/\2\4", text)
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text).strip("*").rstrip(".")
+    if re.fullmatch("[-+./0-9]{1,64}", text):
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            return Fraction(text)
+    return text
 
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -437,207 +382,96 @@ def exact_value(node):
     return OPERATIONS[type(node.op)](*map(exact_value, parts))
 
 
-def checked_reward(reward_fn, text, problem, is_cut_off=False):
-    if is_cut_off:
-        return 0.0
-    with errors_shown("reward_fn", text):
-        reward = float(reward_fn(text, problem))
-        if not abs(reward) < 1e38:
-            raise ValueError(f"{reward} is not finite")
-    return reward
-
-
-@contextlib.contextmanager
-def errors_shown(name, text):
-    """A mistake in the user's function stops the run and shows its line and the text."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # also exit() in code that it runs
-        wrong = UserError(f"{name}: {error!r} for the response {text[:300]!r}")
-        wrong.add_note("".join(traceback.format_tb(error.__traceback__)[2:]))
-        raise wrong from error
-
-
-def make_problem(cfg, seed, index, split="train"):
-    """A solvable Countdown problem. Its hash decides the split."""
-    rng = random.Random(f"{seed}/{split}/{index}")
-    for _ in range(100_000):
-        numbers = [rng.randint(1, cfg.max_number) for _ in range(cfg.n_numbers)]
-        solution, target = random_expression(rng, numbers, cfg.operations)
-        hashed = zlib.crc32(f"{sorted(numbers)}={target}".encode())
-        if 0 < target < 100 and split == ("train" if hashed % 5 else "held-out"):
-            break
-    else:
-        raise UserError("n_numbers, max_number and operations allow no Countdown problem")
-    problem = {"numbers": numbers, "target": target, "operations": cfg.operations,
-               "solution": solution}
-    return problem | {"prompt": fill(cfg.prompt, problem | {
-        "numbers": " ".join(map(str, numbers)), "operations": " ".join(cfg.operations)})}
-
-
-def fill(template, fields):
-    try:
-        return template.format(**fields)
-    except Exception as error:
-        raise UserError(f"set --prompt to a template of {', '.join(fields)} (braces: {{{{ }}}}): "
-                        f"{template!r:.60} raised {error!r}") from None
-
-
-def random_expression(rng, numbers, operations):
-    """Join random parts until one is left. -> (text, value), or ("", 0)"""
-    # Binding: 1 of + and -, 2 of * and /, 3 of a number; parts that bind less get parentheses.
-    parts = [(str(n), n, 3) for n in numbers]  # (text, value, binding)
-    while len(parts) > 1:
-        left, x, left_binding = parts.pop(rng.randrange(len(parts)))
-        right, y, right_binding = parts.pop(rng.randrange(len(parts)))
-        operation = rng.choice(operations)
-        if operation == "/" and (y == 0 or x % y):
-            return "", 0
-        value = {"+": x + y, "-": x - y, "*": x * y, "/": x // (y or 1)}[operation]
-        binding, right_needs = {"+": (1, 1), "-": (1, 2), "*": (2, 2), "/": (2, 3)}[operation]
-        left = f"({left})" if left_binding < binding else left
-        right = f"({right})" if right_binding < right_needs else right
-        parts.append((left + operation + right, value, binding))
-    return parts[0][:2]
-
-
 def read_task(cfg):
-    """-> (rows of task, rows of eval_task); for Countdown (none, held-out problems)"""
-    if cfg.task == "countdown":
-        make_problem(cfg, 0, 0)  # is there any?
-        return [], [make_problem(cfg, 0, index, "held-out") for index in range(cfg.n_eval)]
-    return read_jsonl(cfg.task, cfg), read_jsonl(cfg.eval_task, cfg) if cfg.eval_task else []
+    """-> (rows to train on, held-out rows): those of eval_task, or up to a fifth of the file"""
+    path, eval_path = cfg.task, cfg.eval_task
+    if Path(path).is_dir():
+        path, eval_path = f"{cfg.task}/train.jsonl", eval_path or f"{cfg.task}/test.jsonl"
+    problems = read_problems(path, cfg.prompt)
+    if eval_path:
+        held_out = read_problems(eval_path, cfg.prompt)
+    else:  # by a hash, so the same for all seeds
+        names = sorted(problems, key=lambda name: zlib.crc32(name.encode()))
+        names = names[:max(1, len(names) // 5)][:cfg.n_eval]
+        held_out = {name: problems[name] for name in names}
+    training = [row for name, row in problems.items() if name not in held_out]
+    held_out = [*held_out.values()][:cfg.n_eval]
+    print(f"{path}: {len(training)} different problems, and {len(held_out)} held out")
+    if not training or not held_out:
+        raise UserError("too few rows")
+    return training, held_out
 
 
-def read_jsonl(path, cfg):
-    """-> [{"prompt": text or chat messages, "answer": text, ...}, ...]"""
+def read_problems(path, template):
+    """A JSONL file -> {prompt and answer: row}. Rows that have both in common are one problem."""
+    problems = {}
+    number = 0
     try:
-        lines = Path(path).read_text("utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise UserError(f"a task is countdown or a JSONL file. {path}: {error}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                rows.append(read_row(json.loads(line), cfg.prompt))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: {error.msg}. A JSONL file has an object in "
-                            "each line") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: {error}") from None
-    if not rows:
-        raise UserError(f"{path} has no rows")
-    return rows
-
-
-def read_row(row, template):
-    """-> the row with its prompt and answer"""
-    if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__}, not an object with prompt and answer")
-    for name in {"turns", "rendered", "prompt_ids"} & row.keys():
-        raise ValueError(f"rename the field {name}: the trainer uses this name")
-    json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # raises on NaN
-    answer = str(row.get("answer")).strip()
-    last = answer.rpartition("####")[2].strip()
-    answer = answer if "\n" in last else last  # GSM8K's last line, not a heading
-    if not answer or type(row.get("answer")) not in (str, int, float):
-        raise ValueError(f"answer must be a text or a number; the fields are {', '.join(row)}")
-    fields = {name: value for name, value in row.items() if value is not None}
-    prompt = row["prompt"] if "prompt" in row else fill(template, fields)
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    with contextlib.suppress(TypeError, KeyError):
-        texts = ["".join(turn["content"] for turn in turns), *(turn["role"] for turn in turns)]
-        if all(map(str.strip, texts)):
-            return row | {"prompt": prompt, "answer": answer}
-    raise ValueError("prompt must be a text, or chat messages with role and content")
+        for number, line in enumerate(open(path, encoding="utf-8-sig"), 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if "prompt" not in row:
+                row["prompt"] = template.format(**row)
+            if isinstance(row["prompt"], str):
+                row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+            if "answer" in row:
+                row["answer"] = str(row["answer"]).rpartition("####")[2].strip()  # as in GSM8K
+            texts = [turn["role"] + turn["content"] for turn in row["prompt"]]
+            problems[f"{texts} {row.get('answer')}"] = row
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}, line {number}: {error!r}. Each line of a task is an object such "
+                        'as {"prompt": "2+3?", "answer": "5"}, or has the fields of '
+                        f"--prompt={template!r:.90}") from None
+    return problems
 
 
 class Task:
-    """problem(i) is the i-th training problem; held_out are for evaluation."""
+    """Rows with their prompts as tokens"""
 
-    def __init__(self, cfg, rows, eval_rows, tokenizer):
-        self.cfg, self.tokenizer = cfg, tokenizer
-        if len(rows) > 10_000:
-            print(f"encoding {len(rows):,} prompts ...")
-        rows, held_out = self.encode_rows(rows), self.encode_rows(eval_rows)
-        if not (eval_rows or cfg.eval_task):
-            rows.sort(key=lambda row: zlib.crc32(identity(row).encode()))  # same for all seeds
-            different = list({identity(row): row for row in rows}.values())
-            held_out = different[:max(1, len(different) // 5)][:cfg.n_eval]
-        # No problem is on both sides.
-        seen = {identity(row) for row in held_out}
-        self.training = [row for row in rows if identity(row) not in seen]
-        self.held_out = held_out[:cfg.n_eval]
-        if not self.held_out or not (self.training or cfg.task == "countdown"):
-            raise UserError(f"too few rows: {len(self.training)} left, {len(held_out)} held out "
-                            "(those with the prompt of a held-out row are left out)")
+    def __init__(self, cfg, training, held_out, tokenizer, stop_ids):
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self.training = self.encode(training)
+        self.held_out = self.encode(held_out)
 
-    def encode_rows(self, rows):
-        """-> those that are not too long"""
-        rows, limit = [self.encode(row) for row in rows], self.cfg.max_prompt_tokens
-        short = [row for row in rows if len(row["prompt_ids"]) <= limit]
-        if len(short) < len(rows):
-            longest = max(len(row["prompt_ids"]) for row in rows)
-            text = (f"{len(rows) - len(short)} of {len(rows)} prompts are longer than "
-                    f"max_prompt_tokens={limit}; for all of them: --max_prompt_tokens={longest}")
-            if self.cfg.task == "countdown":
-                raise UserError(text)
-            print(f"!!! left out: {text}")
-        return short
+    def encode(self, rows):
+        """-> those that are not too long, with their tokens"""
+        encoded = []
+        longest = 0
+        for row in rows:
+            rendered = render_chat(row["prompt"], self.tokenizer)
+            ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+            longest = max(longest, len(ids))
+            if len(ids) <= self.cfg.max_prompt_tokens:
+                encoded.append(row | {"rendered": rendered, "prompt_ids": ids})
+        if len(encoded) < len(rows):
+            print(f"!!! left out: {len(rows) - len(encoded)} of {len(rows)} prompts, which are too "
+                  f"long; for all of them: --max_prompt_tokens={longest}")
+        if not encoded:
+            raise UserError("all prompts are too long")
+        return encoded
 
-    def encode(self, problem):
-        rendered = render_chat(problem["prompt"], self.tokenizer)
-        ids = self.tokenizer.encode(rendered, add_special_tokens=False)
-        return problem | {"rendered": rendered, "prompt_ids": ids}
-
-    def problem(self, index):
-        if self.cfg.task == "countdown":
-            # The first 10,000,000 are for tiny.py.
-            return self.encode(make_problem(self.cfg, self.cfg.seed, 10_000_000 + index))
-        epoch, position = divmod(index, len(self.training))
-        return self.training[self.order(epoch)[position]]
+    def problems(self, first):
+        """-> those of a step, from number `first` on; another order in every epoch"""
+        problems = []
+        for number in range(first, first + self.cfg.rollout_batch_size // self.cfg.group_size):
+            epoch, position = divmod(number, len(self.training))
+            problems.append(self.training[self.order(epoch)[position]])
+        return problems
 
     @functools.lru_cache(2)  # a step may cross an epoch
     def order(self, epoch):
         return np.random.default_rng([self.cfg.seed, epoch]).permutation(len(self.training))
 
-    @functools.cached_property
-    def turn_end_ids(self):
-        """Tokens in which a text of TURN_ENDS may end: they contain it, or begin with its end"""
-        ids = []
-        if isinstance(TURN_ENDS, str) or not all(
-                isinstance(x, str) and x and x.isascii() for x in TURN_ENDS):
-            raise UserError(f"TURN_ENDS={TURN_ENDS!r}: write ASCII texts, such as ('</call>',)")
-        for token in range(len(self.tokenizer) if TURN_ENDS else 0):
-            text = self.tokenizer.decode([token])
-            starts = tuple(text[:i] for i in range(1, len(text) + 1))
-            if any(end in text or end.endswith(starts) for end in TURN_ENDS):
-                ids.append(token)
-        if TURN_ENDS and not ids:
-            raise UserError(f"no token of the model ends a text of TURN_ENDS={TURN_ENDS}")
-        return ids
 
-
-def identity(row):
-    """Rows with the same prompt are the same problem; games may hide different answers."""
-    return row["rendered"] + (str(row.get("answer")) if reply else "")
-
-
-def render_chat(prompt, tokenizer):
+def render_chat(messages, tokenizer):
     """-> the text that the model continues"""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    is_open = messages[-1]["role"] == "assistant"  # for the model to continue
     if tokenizer.chat_template is None:
-        text = "\n".join(turn["content"] for turn in messages)
-        return (tokenizer.bos_token or "") + text + ("" if is_open else "\n")
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not is_open,
-            continue_final_message=is_open, enable_thinking=False)
-    except Exception as error:
-        raise UserError(f"the chat template refuses {messages!s:.200} ({error})") from None
+        return (tokenizer.bos_token or "") + "".join(turn["content"] + "\n" for turn in messages)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                         enable_thinking=False)
 
 
 def render_reply(said, tokenizer):
@@ -653,96 +487,549 @@ def render_reply(said, tokenizer):
 def find_stop_ids(model, tokenizer):
     """End tokens, and the one that closes a turn in the chat template"""
     ends = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id).tolist()}
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(Exception):  # the template may refuse a second turn
         closing = tokenizer.encode(render_reply("?", tokenizer).lstrip(), add_special_tokens=False)
         ends |= set(closing[:1]) & tokenizer.added_tokens_decoder.keys()
     return sorted(end for end in ends - {None} if end < model.config.vocab_size)
 
 
-def decode(tokenizer, ids, stop_ids):
-    """Without end tokens. Special tokens such as <answer> stay; unknown ones become U+FFFD."""
-    ends = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
-    ids, n_known = list(ids), len(tokenizer)
-    while ids and ids[-1] in ends:
-        ids.pop()
-    parts = itertools.groupby(ids, lambda token: token < n_known)
-    return "".join(tokenizer.decode(list(x)) if is_known else "\ufffd" for is_known, x in parts)
+# ---- 2. Advantages, batch, loss, KL, update
+
+def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
+    """-> [N]: (reward - mean) / standard deviation within each group of neighbours"""
+    groups = rewards.view(-1, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if normalize_by_std and len(groups):  # torch warns about the deviation of nothing
+        advantages /= groups.std(1, keepdim=True) + eps
+    # Equal rewards: exactly 0, without rounding errors
+    is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
+    return torch.where(is_flat, 0.0, advantages).flatten()
 
 
-# ---- 2. Policy: loading, LoRA, sharding, log-probs of rows
+def make_batch(responses):
+    """-> [B, T] tensors in host memory, padded on the right. Labels are the next input_ids."""
+    lengths = [len(response.prompt_ids) + len(response.ids) for response in responses]
+    tokens = np.zeros((len(responses), max(lengths, default=2)), np.int64)
+    mask = np.zeros(tokens.shape, bool)  # tokens that the model chose
+    sampled = np.zeros(tokens.shape, np.float32)  # the sampler's log-probs
+    for b, response in enumerate(responses):
+        start = len(response.prompt_ids)
+        tokens[b, :lengths[b]] = response.prompt_ids + response.ids
+        mask[b, start:lengths[b]] = response.mask
+        sampled[b, start:lengths[b]] = response.log_probs
+    tokens, mask, sampled = map(torch.from_numpy, (tokens, mask, sampled))
+    return SimpleNamespace(
+        input_ids=tokens[:, :-1], labels=tokens[:, 1:], response_mask=mask[:, 1:],
+        rollout_log_probs=sampled[:, 1:], lengths=lengths,
+        prompts=[response.prompt_ids for response in responses])
 
-def is_tiny(model_id):
-    """The model of tiny.py, or one trained from it?"""
-    path = Path(model_id, "config.json")
-    return model_id == "tiny" or (path.is_file() and b'"is_tiny"' in path.read_bytes())
+
+def make_minibatches(cfg, step, n_rows):
+    """-> this rank's rows of each optimizer step, drawn from the rows of all ranks"""
+    counts = gather(n_rows)
+    first = sum(counts[:RANK])  # rows on lower ranks
+    minibatches = []
+    for epoch in range(cfg.inner_epochs):
+        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sum(counts))
+        for numbers in np.array_split(order, cfg.n_minibatches):
+            own = [n - first for n in numbers.tolist() if first <= n < first + n_rows]
+            minibatches.append(sorted(own))
+    return minibatches
 
 
-def make_tiny(model_id):
-    if model_id == "tiny" and LOCAL_RANK == 0 and not Path("tiny").exists():
-        sys.modules.setdefault("starter", sys.modules[__name__])  # tiny.py imports it
+def make_microbatches(batch, rows, cfg, is_packed):
+    """-> lists of rows, filled up to tokens_per_microbatch; equally many on all ranks"""
+    if not is_packed:
+        rows = sorted(rows, key=lambda row: -batch.lengths[row])
+    parts = []
+    total = math.inf  # tokens of the last part
+    for row in rows:
+        size = batch.lengths[row]
+        if parts and is_packed and batch.prompts[row] == batch.prompts[parts[-1][-1]]:
+            size -= len(batch.prompts[row])  # computed once
+        elif parts and not is_packed:
+            size = batch.lengths[parts[-1][0]]  # padded to the longest, the first
+        if total + size > cfg.tokens_per_microbatch:
+            parts.append([])
+            total = 0
+            size = batch.lengths[row]
+        parts[-1].append(row)
+        total += size
+    return parts + [[]] * (max(gather(len(parts))) - len(parts))
+
+
+@torch.no_grad()
+def score(model, batch, rows, cfg):
+    """-> log-probs [B, T] of these rows, 0 in the others"""
+    log_probs = torch.zeros(batch.labels.shape, device=model.device)
+    for micro in make_microbatches(batch, rows, cfg, model.is_packed):
+        log_probs[micro] = response_stats(model, batch.input_ids[micro], batch.labels[micro],
+                                          batch.response_mask[micro], cfg.temperature)[0]
+    return log_probs
+
+
+def grpo_microbatch_step(
+        policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps,
+        clip_range, loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *,
+        old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3",
+        **loss_options):
+    """Forward, loss, backward -> (part of the step's loss, metadata). divisor: of the whole step;
+    by default that of this part * gradient_accumulation_steps. loss_options: of compute_loss"""
+    mask = response_mask.bool() & (labels >= 0)
+    if divisor is None:
+        divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
+    exact_kl = None
+    if kl_coef and (ref_log_probs is None or kl_estimator == "exact"):
+        log_probs, entropy, ref_log_probs, exact_kl = response_stats(
+            policy, input_ids, labels, mask, temperature, ref_model)  # each [B, T]
+    else:
+        log_probs, entropy = response_stats(policy, input_ids, labels, mask, temperature)
+    mask = to_device(mask, log_probs.device)
+    loss, metadata = compute_loss(
+        advantages_per_seq, log_probs, old_log_probs, clip_range, ref_log_probs, kl_coef,
+        response_mask=mask, kl_estimator=kl_estimator, exact_kl=exact_kl, **loss_options)
+    if loss_type == "grpo":
+        loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
+    loss = loss.sum() / max(divisor, 1e-9)
+    # Read before backward(): it waits for the forward pass only.
+    metadata["loss"] = loss.item()
+    metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
+    loss.backward()
+    return loss.detach(), metadata
+
+
+def loss_divisor(mask, loss_type, max_tokens):
+    """What the summed loss of a step is divided by"""
+    n_rows = int(mask.any(-1).sum())
+    return {"grpo": n_rows, "dr_grpo": n_rows * max_tokens, "dapo": int(mask.sum())}[loss_type]
+
+
+LIMIT = 20.0  # largest log-ratio, and logged k3
+WEIGHT_CAP = 10.0  # of the importance weight pi/old of a KL term
+MISMATCH_CAP = 2.0  # of the importance weight old/sampler of a token
+
+
+def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
+                 kl_coef=0.0, *, response_mask=None, kl_estimator="k3", kl_importance_weight=True,
+                 kl_in="loss", clip_range_high=None, rollout_log_probs=None, exact_kl=None):
+    """PPO's clipped loss + kl_coef * KL -> (loss [B, T], metadata). advantages: [B] or [B, T]"""
+    if response_mask is None:
+        response_mask = torch.ones_like(policy_log_probs)
+    if old_log_probs is None:  # the first update: the ratio is 1
+        old_log_probs = policy_log_probs
+    mask = response_mask.bool()
+    log_pi = masked(policy_log_probs, mask)
+    log_old = masked(old_log_probs, mask).detach()
+    advantages = masked(advantages[:, None] if advantages.dim() == 1 else advantages, mask)
+    log_ratio = log_pi - log_old
+    # exp() must not overflow, and a NaN must reach the gradient; clamp() would stop it.
+    log_ratio = torch.where(log_ratio > LIMIT, LIMIT, log_ratio)
+    ratio = log_ratio.exp()
+    stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio}
+
+    penalty = 0.0
+    if kl_coef and ref_log_probs is not None:
+        log_ref = masked(ref_log_probs, mask)
+        kl_weight = log_ratio.detach().exp().clamp(max=WEIGHT_CAP)
+        # The KL that is logged: k3 weighted by pi/old, both capped so that no token dominates.
+        kl = kl_weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
+        if kl_in == "reward":
+            if kl_estimator != "k1":
+                raise UserError("kl_in=reward needs kl_estimator=k1")
+            # A token pays for its own k1 and that of all tokens after it, under the policy of now.
+            penalty = compute_kl_divergence(log_pi, log_ref, "k1").detach()
+            advantages = advantages - kl_coef * penalty.flip(1).cumsum(1).flip(1)
+        elif kl_estimator == "exact" and exact_kl is not None:
+            penalty = kl = masked(exact_kl, mask)
+        elif kl_importance_weight:
+            penalty = kl_weight * compute_kl_divergence(log_pi, log_ref, kl_estimator, True)
+        else:
+            penalty = compute_kl_divergence(log_pi, log_ref, kl_estimator)
+        stats |= {"kl_penalty_mean": penalty, "kl_mean": kl, "kl_max": kl, "kl_min": kl}
+
+    plain = ratio * advantages
+    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range_high or clip_range)) * advantages
+    stats["clip_fraction"] = clipped < plain
+    loss = -torch.minimum(plain, clipped)
+    if kl_in == "loss":
+        loss = loss + kl_coef * penalty
+    if rollout_log_probs is not None:
+        # Truncated importance sampling: the tokens came from the sampler, not from `old`.
+        gap = log_old - masked(rollout_log_probs, mask).detach()
+        sampler_weight = gap.exp().clamp(max=MISMATCH_CAP)
+        loss = loss * sampler_weight
+        stats |= {"logp_gap_mean": gap.abs(), "logp_gap_max": gap.abs()}
+    return torch.where(mask, loss, 0), summarize(stats, mask)
+
+
+def masked(tensor, mask):
+    """0 outside the mask. For inputs: a NaN there must not reach a gradient."""
+    return torch.where(mask, upcast(to_device(tensor, mask.device)), 0)
+
+
+def upcast(tensor):
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
+    """Per sampled token, where l = log pi - log ref, within +-LIMIT. is_weighted: the caller
+    multiplies by rho = pi/old, detached. The slope then includes that of rho: d rho = rho dlog pi.
+
+        estimator  value          slope     slope if weighted
+        k1         l              1         l + 1
+        k2         l^2 / 2        l         l (d rho left out)
+        k3         e^-l - 1 + l   1 - e^-l  l
+    """
+    log_pi = upcast(policy_log_probs)
+    l = (log_pi - upcast(ref_log_probs)).detach().clamp(-LIMIT, LIMIT)
+    if estimator == "k1":
+        value = l
+        slope = l + 1 if is_weighted else torch.ones_like(l)
+    elif estimator == "k2":
+        value = l**2 / 2
+        slope = l
+    elif estimator == "k3":
+        value = torch.expm1(-l) + l
+        slope = l if is_weighted else -torch.expm1(-l)
+    else:
+        raise UserError("kl_estimator: k1, k2, k3, or exact, which needs the reference model")
+    # Explicit: autograd would overflow, or be 0 beyond the clamp.
+    return value + slope * (log_pi - log_pi.detach())
+
+
+# In the metadata of a microbatch: name in the log. Means over tokens, but for EXTREMES.
+TOKEN_METRICS = {
+    "entropy": "train/entropy", "clip_fraction": "train/clip_fraction",
+    "approx_kl": "train/approx_kl", "kl_penalty_mean": "train/kl_penalty",
+    "logp_gap_mean": "rollout/logp_gap_mean", "logp_gap_max": "rollout/logp_gap_max",
+    "kl_mean": "kl/mean", "kl_max": "kl/max", "kl_min": "kl/min"}
+EXTREMES = {"logp_gap_max": max, "kl_max": max, "kl_min": min}
+
+
+@torch.no_grad()
+def summarize(stats, mask):
+    """{name: [B, T]} -> {name: number over the mask}; 0 for those that are missing"""
+    summary = dict.fromkeys(TOKEN_METRICS, 0.0) | {"n_tokens": int(mask.sum())}
+    if summary["n_tokens"]:
+        table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
+        means, highs, lows = torch.stack([table.mean(1), table.amax(1), table.amin(1)]).tolist()
+        for name, mean, high, low in zip(stats, means, highs, lows):
+            summary[name] = EXTREMES[name](high, low) if name in EXTREMES else mean
+    return summary
+
+
+def update_weights(policy, optimizer, loss, cfg, state):
+    """Step if loss and gradient are finite. -> gradient norm before clipping"""
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
+    norm = float(full(norm))
+    warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warmup * state.lr_factor
+    if not math.isfinite(norm + loss):
+        print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}; a tenth of lr for now")
+        state.skipped += 1
+        state.skips_in_a_row += 1
+        state.lr_factor = 0.1  # doubles with every good update
+        if state.skips_in_a_row == 5:
+            raise UserError("5 updates in a row were not finite: lower lr")
+    elif norm > 1e-8:  # without a gradient, momentum must not move the weights
+        optimizer.step()
+        state.lr_factor = min(1.0, 2 * state.lr_factor)
+        state.skips_in_a_row = 0
+    optimizer.zero_grad()  # frees the gradients: vLLM needs the room
+    return norm
+
+
+def adapt_kl_coef(state, kl, cfg):
+    """Steer the KL to target_kl with 0.1 to 100 times kl_coef."""
+    if not math.isfinite(kl):
+        return
+    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2  # of a spike only a part
+    if state.kl_smooth > 1.5 * cfg.target_kl:
+        state.kl_factor = min(1.5 * state.kl_factor, 100.0)
+    elif state.kl_smooth < 0.5 * cfg.target_kl:
+        state.kl_factor = max(0.75 * state.kl_factor, 0.1)
+
+
+# ---- 3. Sampler: turns, vLLM in this process, the stand-in
+
+class Response:
+    """Filled turn by turn, then graded"""
+
+    def __init__(self, problem):
+        self.problem = copy.deepcopy(problem) | {"turns": []}  # reply() may change it
+        self.prompt_ids = problem["prompt_ids"]
+        self.ids = []  # after the prompt, end tokens included
+        self.log_probs = []  # the sampler's
+        self.mask = []  # did the model choose this token?
+        self.is_over = False
+        self.finished = False  # False: cut off at max_tokens or max_turns
+        self.reward = 0.0
+
+    def add(self, ids, log_probs, is_chosen):
+        self.ids += ids
+        self.log_probs += log_probs
+        self.mask += [is_chosen] * len(ids)
+
+    def text(self):
+        """-> what the model said"""
+        turns = self.problem["turns"]
+        return "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
+
+
+def rollout_with_vllm(llm, task, problems, n, step, first=0, temperature=None):
+    """-> n Responses to each problem, in turns if there is a reply(). Seeds depend on the number of
+    a response (problems are counted from `first`), so not on the number of ranks."""
+    cfg = task.cfg
+    seed = "all" if step == "eval" else cfg.seed
+    temperature = cfg.temperature if temperature is None else temperature
+    responses = [Response(problem) for problem in problems for _ in range(n)]
+    n_turns = cfg.max_turns if reply else 1
+    for turn in range(1, n_turns + 1):
+        active = {number: response for number, response in enumerate(responses, first * n)
+                  if not response.is_over}
+        if not active:
+            break
+        seeds = [random.Random(f"{seed}/{step}/{number}/{turn}").getrandbits(48)
+                 for number in active]
+        prompts = [response.prompt_ids + response.ids for response in active.values()]
+        limits = [cfg.max_tokens - len(response.ids) for response in active.values()]
+        parts = generate(llm, task, prompts, seeds, limits, temperature)
+        play = functools.partial(play_turn, task=task, is_last=turn == n_turns)
+        with ThreadPoolExecutor(32) as pool:  # a reply may take time
+            list(pool.map(play, active.values(), parts))
+    return responses
+
+
+def play_turn(response, part, task, is_last):
+    """Add what the model wrote and, if the response goes on, what reply() says."""
+    ids, log_probs = part
+    response.add(ids, log_probs, is_chosen=True)
+    is_message = ids[-1] in task.stop_ids
+    text = task.tokenizer.decode(ids[:-1] if is_message else ids)
+    turns = response.problem["turns"]
+    turns.append({"role": "assistant", "content": text})
+    if not (is_message or any(end in text for end in TURN_ENDS)):
+        response.is_over = True  # cut off at max_tokens
+        return
+    said = reply(response.problem, text) if reply else None
+    response.finished = response.is_over = said is None
+    if response.finished or is_last:
+        return
+    rendered = said
+    if is_message:
+        rendered = render_reply(said, task.tokenizer)
+        end = task.tokenizer.decode(ids[-1:])
+        if rendered.lstrip().startswith(end):  # it is there already
+            rendered = rendered.lstrip().removeprefix(end)
+    reply_ids = task.tokenizer.encode(rendered, add_special_tokens=False)
+    response.is_over = len(response.ids) + len(reply_ids) >= task.cfg.max_tokens
+    if not response.is_over:
+        response.add(reply_ids, [0.0] * len(reply_ids), is_chosen=False)
+        turns.append({"role": "environment", "content": said})
+
+
+def grade(responses, reward_truncated):
+    """Set the rewards. A response that is cut off earns 0 at most."""
+    for response in responses:
+        text = response.text()
         try:
-            import tiny
+            response.reward = float(reward_fn(text, response.problem))
+            if not abs(response.reward) < 1e38:
+                raise ValueError(f"the reward is {response.reward}")
+        except Exception as error:
+            error.add_note(f"reward_fn was called for the response {text!r:.1000}")
+            raise
+        if not (response.finished or reward_truncated):
+            response.reward = min(0.0, response.reward)
+
+
+def generate(llm, task, prompts, seeds, limits, temperature):
+    """-> (ids, log-probs) after each prompt, up to its limit, an end token or one of TURN_ENDS"""
+    if isinstance(llm, TorchSampler):
+        return llm.generate(task, prompts, seeds, limits, temperature)
+    from vllm import SamplingParams
+    params = []
+    for seed, limit in zip(seeds, limits):
+        params.append(SamplingParams(
+            seed=seed, max_tokens=limit, temperature=temperature, logprobs=0, flat_logprobs=True,
+            stop_token_ids=task.stop_ids, ignore_eos=True,  # stop_ids has all that end a response
+            stop=list(TURN_ENDS), include_stop_str_in_output=True, detokenize=bool(TURN_ENDS),
+            skip_special_tokens=False))
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = [request.outputs[0] for request in llm.generate(requests, params, use_tqdm=False)]
+    return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
+
+
+def init_vllm(policy, tokenizer, cfg):
+    """-> vLLM with the policy's weights; TorchSampler if vLLM is not installed or not wanted"""
+    llm = None
+    if cfg.use_vllm:
+        print("starting vLLM ...")
+        try:
+            llm = start_vllm(policy, tokenizer, cfg)
         except ImportError as error:
-            raise UserError(f"{error}: set --model_id") from None
-        tiny.main()
+            print(f"!!! vLLM cannot be used here, torch samples: {error!s:.150}")
+        except Exception as error:
+            raise UserError(f"vLLM cannot run this model here: {error!r:.400}. If it is about "
+                            "memory, change --gpu_mem_util; else --use_vllm=False") from error
+    if llm is None:
+        cfg.vllm_sleep = False
+        llm = TorchSampler(policy)
+    load_policy_into_vllm_instance(policy, llm)
+    gc.freeze()  # collecting vLLM's objects is slow
+    if policy.device.type == "cuda":  # vLLM sets another number; host tensors are small otherwise
+        torch.set_num_threads(os.cpu_count() if cfg.offload else 1)
+    return llm
 
 
-def init_policy(model_id, device="cpu", gradient_checkpointing=False):
-    """-> (policy with float32 weights, tokenizer)"""
-    if model_id.startswith(("/", ".")) and not Path(model_id).exists():
-        raise UserError(f"there is no folder {model_id}")
+def start_vllm(policy, tokenizer, cfg):
+    from vllm.entrypoints.llm import LLM
+    length = cfg.max_prompt_tokens + cfg.max_tokens
+    if policy.device.type == "cuda":
+        options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
+                   "enable_sleep_mode": cfg.vllm_sleep,
+                   # Starts in seconds, as fast as compiled
+                   "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    else:
+        # Chunked prefill breaks seeds on a CPU. Without it a prompt must fit into a batch, and only
+        # attention can have a prefix cache.
+        options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
+                   "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, length),
+                   "enable_prefix_caching": policy.is_packed}
+    model_class = type(policy.model.base_model)
+    init = model_class.__init__
+    with tempfile.TemporaryDirectory() as folder:
+        policy.model.config.architectures = [type(policy.model).__name__]
+        policy.model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        llm = LLM(folder, **options, load_format="dummy", max_model_len=length,
+                  skip_tokenizer_init=not TURN_ENDS, logprobs_mode="processed_logprobs",
+                  # CUDA graphs end at 512.
+                  max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
+    # Undo vLLM's patches of the policy's class.
+    model_class.__init__ = init
+    model_class.__call__ = torch.nn.Module.__call__
+    return llm
+
+
+@torch.no_grad()
+def load_policy_into_vllm_instance(policy, llm):
+    """Copy the weights; drop what vLLM cached with the old ones."""
+    if isinstance(llm, TorchSampler):
+        llm.model.load_state_dict(dict(full_weights(policy)))
+        return
+    # vLLM wants a tied output layer, too, but Gemma 2 has none there.
+    has_head = llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]
+    weights = checkpoint_weights(policy, has_head)
+    if policy.device.type == "cuda":
+        llm.apply_model(lambda model: bool(model.load_weights(weights)))
+    else:  # the CPU backend repacks its weights
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    if not llm.reset_prefix_cache():
+        raise UserError("vLLM kept its prefix cache")
+
+
+def checkpoint_weights(policy, has_head):
+    """-> (name, tensor) as in a checkpoint, where for example each expert is apart"""
+    for name, weight in full_weights(policy):
+        if has_head or name != "lm_head.weight":
+            yield from revert_weight_conversion(policy.model, {name: weight}).items()
+
+
+def check_agreement(metrics, details, state, device):
+    """Sampler and trainer must agree; reference and policy before any update."""
+    gap = metrics.get("rollout/logp_gap_mean", 0.0)
+    is_first = state.step == 1
+    max_gap, max_kl = 2e-3, 1e-6
+    if device.type == "cuda":  # bf16; with stale weights the gap grows
+        max_gap, max_kl = 0.1 if is_first else max(0.03, 4 * state.first_gap), 2e-3
+    if is_first:
+        state.first_gap = gap
+    if gap > max_gap:
+        raise UserError(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
+                        " or it computes this model differently (vLLM: try --use_vllm=False)")
+    if is_first and details and details[0]["kl_mean"] > max_kl:
+        raise UserError(f"KL {details[0]['kl_mean']:.3g} before any update: temperature, labels or "
+                        "weights differ")
+
+
+class TorchSampler:
+    """A copy of the model, for where there is no vLLM: right and repeatable, not fast"""
+
+    def __init__(self, policy):
+        config = copy.deepcopy(policy.model.config)
+        attention = "sdpa" if policy.is_packed else config._attn_implementation
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention,
+                                                 dtype=policy.compute_dtype)
+        self.model = model.to(policy.device).eval()
+        self.context = getattr(config, "max_position_embeddings", 2**31)
+
+    @torch.no_grad()
+    def generate(self, task, prompts, seeds, limits, temperature):
+        """-> as generate()"""
+        width = max(map(len, prompts))
+        rows = [[-1] * (width - len(prompt)) + prompt for prompt in prompts]
+        ids = torch.tensor(rows, device=self.model.device)  # [B, W], padded on the left
+        mask = (ids >= 0).long()
+        ids = ids.clamp(min=0)
+        cache = DynamicCache(config=self.model.config)
+        generators = [np.random.default_rng(seed) for seed in seeds]
+        parts = [([], []) for _ in prompts]
+        active = set(range(len(prompts)))
+        while active:
+            # A row that is done goes on until all are: its positions must stay in the context.
+            positions = (mask.cumsum(1) - 1).clamp(0, self.context - 1)[:, -ids.shape[1]:]
+            logits = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
+                                past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+            log_probs = (logits / max(temperature, 1e-6)).log_softmax(-1)  # 0: greedy
+            cdf = log_probs.double().exp().cumsum(-1)
+            uniform = torch.tensor([[generator.random()] for generator in generators]).to(cdf)
+            ids = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # [B, 1]
+            ids = ids.clamp(max=cdf.shape[1] - 1)
+            mask = F.pad(mask, (0, 1), value=1)
+            chosen = log_probs.gather(1, ids)[:, 0].tolist()
+            for row in list(active):
+                row_ids, row_log_probs = parts[row]
+                row_ids.append(ids[row].item())
+                row_log_probs.append(chosen[row])
+                tail = task.tokenizer.decode(row_ids[-32:]) if TURN_ENDS else ""
+                if (row_ids[-1] in task.stop_ids or len(row_ids) == limits[row]
+                        or any(end in tail for end in TURN_ENDS)):
+                    active.remove(row)
+        return parts
+
+
+# ---- 4. Policy: loading, memory, LoRA, sharding, log-probs
+
+def init_policy(model_id, device="cpu", longest_row=math.inf):
+    """-> (policy with float32 weights, tokenizer). longest_row: tokens of a prompt and response"""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
-        model = load_model(model_id)
+        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32,
+                                                     trust_remote_code=False)
     except Exception as error:
         raise UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
     for module in model.modules():  # no dropout, even in train() mode
         for key, value in [*vars(module).items()]:
             if (key == "p" or "drop" in key) and isinstance(value, int | float):
                 setattr(module, key, 0.0)
-    policy = Policy(model.to(device), find_stop_ids(model, tokenizer))
-    # Some models have their window in a mask only, which packing ignores: a short one shows that.
-    windows = [(part, part.sliding_window) for part in (model.config, *model.modules())
-               if isinstance(getattr(part, "sliding_window", None), int)]
-    for part, _ in windows:
-        part.sliding_window = 8
-    choose_layout(policy)
-    for part, window in windows:
-        part.sliding_window = window
-    if gradient_checkpointing and model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if device == "cuda" and 4 * model.num_parameters() < 0.9 * torch.cuda.mem_get_info()[0]:
+        model.to(device)  # otherwise it is checked in host memory
+    policy = Policy(model, find_stop_ids(model, tokenizer))
+    choose_layout(policy, longest_row)
     return policy, tokenizer
 
 
-def load_model(model_id):
-    """-> a causal language model; of a multimodal model its text part"""
-    options = {"dtype": torch.float32, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(model_id, trust_remote_code=False)
-    text_config = config.get_text_config(decoder=True)
-    if text_config is config:
-        return AutoModelForCausalLM.from_pretrained(model_id, **options)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_config)  # raises if there is no such class
-    whole = AutoModelForMultimodalLM.from_pretrained(model_id, **options)
-    body, head = whole.get_decoder(), whole.get_output_embeddings()
-    if body.get_output_embeddings() is not None:
-        model = body  # Llama 4: a causal language model already
-    else:
-        setattr(model, model.base_model_prefix, body)
-        model.set_output_embeddings(head)
-        model.config = body.config
-        model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
-    model.generation_config = whole.generation_config
-    return model
-
-
 @torch.no_grad()
-def choose_layout(policy):
+def choose_layout(policy, longest_row):
     """Pack rows if that leaves their log-probs as they are, otherwise pad them."""
-    model, attentions = policy.model, ["packed", "sdpa", "eager"]
+    model = policy.model
+    attentions = ["packed", "sdpa", "eager"]
     layer_types = getattr(model.config, "layer_types", None) or ()
-    if not {"full_attention", "sliding_attention"}.issuperset(layer_types):
-        attentions.remove("packed")  # convolutions, state spaces, linear attention
+    window = getattr(model.config, "sliding_window", None) or math.inf
+    if window < longest_row or set(layer_types) - {"full_attention", "sliding_attention"}:
+        attentions.remove("packed")  # also for convolutions, state spaces, linear attention
     if getattr(model.config, "attn_logit_softcapping", None):
         attentions = ["eager"]  # the others would ignore it
     ids = torch.arange(2, 66, device=policy.device).view(2, 32) % model.config.vocab_size
@@ -750,74 +1037,84 @@ def choose_layout(policy):
     labels = ids.clone()
     labels[0, 20:] = -100  # the first row is shorter
     model.eval().set_attn_implementation("eager")
-    rows = ids[:1, :20], ids[1:]
-    try:
-        # Any labels will do.
-        wanted = torch.cat([get_response_log_probs(model, row, row)[0] for row in rows])
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise UserError(f"{type(model).__name__} is not supported: {error!r:.150}") from error
+    # With the model's own output layer. Any labels will do.
+    wanted = torch.cat([get_response_log_probs(model, row, row)[0]
+                        for row in (ids[:1, :20], ids[1:])])
     policy.train()  # gradient checkpointing needs it
-    for module in model.modules():
-        if any("jitter" in name for name in vars(module)):
-            module.eval()  # no noise in a router
     for attention in attentions:
-        try:
+        with contextlib.suppress(Exception):  # the model may not have this attention
             model.set_attn_implementation(attention)
             log_probs = get_response_log_probs(policy, ids, labels)[labels >= 0]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # the model does not have this attention
-            continue
-        if (log_probs - wanted).abs().max() < 1e-3:
-            return
+            if (log_probs - wanted).abs().max() < 1e-3:
+                return
     raise UserError(f"{type(model).__name__} is not supported: its log-probs differ from those of "
                     "its own output layer")
+
+
+def plan_memory(model, cfg, device):
+    """Decide what is "auto": does it fit on the GPU?"""
+    needs_offload = needs_sleep = False
+    if device == "cuda":
+        n = model.num_parameters() / WORLD
+        free, total = torch.cuda.mem_get_info()
+        free += 4 * n if model.device.type == "cuda" else 0  # as if it were not loaded yet
+        # Beside vLLM, the activations of a microbatch and a chunk of logits
+        room = (free - cfg.gpu_mem_util * total - 3.5 * 2**30) / n  # bytes per parameter
+        # float32 weights, gradients, two moments, bf16 weights, a reference; with LoRA bf16 weights
+        needs_offload = room < (4 if cfg.lora_rank else 20 if cfg.use_kl_penalty else 18)
+        # bf16 weights and gradients are on the GPU during the update, in any case.
+        needs_sleep = needs_offload and room < (2 if cfg.lora_rank else 6)
+    if cfg.offload == "auto":
+        cfg.offload = needs_offload
+        cfg.gradient_checkpointing |= needs_offload
+    if cfg.vllm_sleep == "auto":
+        cfg.vllm_sleep = needs_sleep
+    if cfg.tokens_per_microbatch == 0:
+        cfg.tokens_per_microbatch = 8192 if cfg.offload else 20480
+    if cfg.offload:
+        print(f"{free / 2**30:.1f} GiB of GPU memory free: weights and optimizer in host memory"
+              f"{', vLLM sleeps during the update' if cfg.vllm_sleep else ''} (--offload=False "
+              "keeps them on the GPU)")
 
 
 def add_lora(policy, rank, seed):
     """Freeze the weights; train adapters beside the linear layers."""
     from peft import LoraConfig, inject_adapter_in_model
     torch.manual_seed(seed)
-    skipped = {policy.model.get_output_embeddings()}
-    for module in policy.modules():
-        if hasattr(module, "A_log") and hasattr(module, "D"):  # Mamba: kernels read its weights
-            skipped.update(module.children())
-    linear = {name: layer for name, layer in policy.named_modules()
-              if type(layer).__name__ in ("Linear", "Conv1D") and layer not in skipped}
-    n_users = Counter(id(layer.weight) for layer in linear.values())  # 2: layers that share it
-    names = [name for name, layer in linear.items() if n_users[id(layer.weight)] == 1]
-    if not names:
-        raise UserError("lora_rank: the model has no linear layer that can have an adapter")
+    head = policy.model.get_output_embeddings()
+    names = [name for name, layer in policy.named_modules()
+             if type(layer).__name__ in ("Linear", "Conv1D") and layer is not head]
     # Not into policy.model: peft would replace these names by those of fused experts.
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names), policy)
 
 
-@contextlib.contextmanager
-def adapters_off(model):
-    """Run the model without them. peft's own switch would freeze them."""
-    layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
-    for layer in layers:
-        layer._disable_adapters = True
-    yield
-    for layer in layers:
-        layer._disable_adapters = False
+def use_adapters(model, is_on):
+    """Without them, a model with LoRA is its own reference. peft's switch would freeze them."""
+    for layer in model.modules():
+        if hasattr(layer, "lora_A"):
+            layer._disable_adapters = not is_on
 
 
-def make_reference(policy, cfg):
+def make_reference(policy, cfg, device):
     """A frozen copy; with LoRA the policy itself"""
     if cfg.lora_rank:
         return policy
+    policy.to("cpu" if cfg.offload else device)
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
-    compile_and_shard(reference, cfg, is_reference=True)
+    compile_and_shard(reference, cfg, device, is_reference=True)
     return reference
 
 
-def compile_and_shard(policy, cfg, is_reference=False):
+def compile_and_shard(policy, cfg, device, is_reference=False):
     """Compile the layers, then shard: each GPU keeps a part of the weights, float32 if trained, and
-    computes in bf16."""
+    computes in bf16. Offloaded weights wait in host memory."""
+    policy.device = torch.device(device)
     for parameter in policy.parameters():
         if not parameter.requires_grad:  # buffers (positions) stay float32
             parameter.data = parameter.data.to(policy.compute_dtype)
+    policy.to("cpu" if cfg.offload else device)
+    if cfg.gradient_checkpointing and policy.model.supports_gradient_checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     lists = [module for module in policy.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     if cfg.compile:
@@ -825,18 +1122,19 @@ def compile_and_shard(policy, cfg, is_reference=False):
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         policy.chunk_stats = torch.compile(chunk_stats, dynamic=True)
-    if cfg.device == "cpu" and WORLD == 1:
+    if device == "cpu" and WORLD == 1:
         return
-    options = {"mesh": dist.init_device_mesh(cfg.device, (WORLD,)),
-               "reshard_after_forward": is_reference or WORLD > 1,
+    # On one GPU the bf16 weights stay during the update, unless memory is short.
+    options = {"mesh": dist.init_device_mesh(device, (WORLD,)),
+               "reshard_after_forward": is_reference or WORLD > 1 or cfg.vllm_sleep,
                "mp_policy": MixedPrecisionPolicy(policy.compute_dtype, reduce_dtype=torch.float32)}
-    if is_reference and cfg.ref_offload:
+    if cfg.offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    weights = [weight for layer in layers for weight in layer.parameters()]
-    if len(weights) > len(set(weights)):
-        layers = ()  # they share weights, as in Zamba: one shard for all
+        policy.logits_per_chunk = 2**26
     for module in (*layers, policy):
         fully_shard(module, **options)
+    for buffer in policy.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 def full(tensor):
@@ -848,12 +1146,13 @@ def full_weights(policy):
     weights = policy.model.state_dict()
     for name in [name for name in weights if ".lora_" not in name]:
         weight = full(weights[name])
-        layer, _, suffix = name.partition(".base_layer")
-        if suffix == ".weight":
-            a, b = (full(weights[f"{layer}.lora_{x}.default.weight"]) for x in "AB")
+        if name.endswith(".base_layer.weight"):
+            layer = name.removesuffix(".base_layer.weight")
+            a = full(weights[f"{layer}.lora_A.default.weight"])
+            b = full(weights[f"{layer}.lora_B.default.weight"])
             change = (b @ a).T if policy.model.get_submodule(layer).fan_in_fan_out else b @ a
             weight = weight.float() + 2 * change  # lora_alpha / rank is 2
-        yield layer + suffix, weight
+        yield name.replace(".base_layer", ""), weight
 
 
 class Policy(torch.nn.Module):
@@ -861,26 +1160,32 @@ class Policy(torch.nn.Module):
 
     def __init__(self, model, stop_ids=()):
         super().__init__()
-        self.model, self.device = model, model.device
+        self.model = model
+        self.device = model.device  # where rows are computed
         self.stop_ids = stop_ids  # for the sampler
         self.chunk_stats = chunk_stats  # or compiled
-        self.compute_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.logits_per_chunk = 2**28  # 1 GiB of float32
 
     @property
-    def layout(self):
-        return pack if self.model.config._attn_implementation == "packed" else pad
+    def compute_dtype(self):
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def forward(self, rows, temperature=1.0, ref_hidden=None, ref_head=None, only_hidden=False):
-        """rows: from layout() -> token_stats of the M targets. The logits never exist whole."""
-        inputs, predictors, targets = rows
+    @property
+    def is_packed(self):
+        return self.model.config._attn_implementation == "packed"
+
+    def forward(self, inputs, predictors, targets, temperature=1.0, ref_hidden=None, ref_head=None,
+                only_hidden=False):
+        """From pack() or pad() -> token_stats of the M targets. The logits never exist whole."""
         # Without the output layer; base_model of Llama 4 would have it.
         body = getattr(self.model, "model", self.model.base_model)
         hidden = body(**inputs, use_cache=False).last_hidden_state  # [B, L, H]
         hidden = hidden.flatten(0, 1).index_select(0, predictors)  # [M, H]
         if only_hidden:
             return hidden
-        head, chunks = Head.of(self.model, self.device), []
-        size = max(1, LOGITS_PER_CHUNK // len(head.weight))
+        head = output_layer(self.model, self.device)
+        size = max(1, self.logits_per_chunk // len(head[0]))
+        chunks = []
         for start in range(0, max(1, len(hidden)), size):
             part = slice(start, start + size)
             ref_part = None if ref_hidden is None else ref_hidden[part]
@@ -890,39 +1195,28 @@ class Policy(torch.nn.Module):
         return [torch.cat(pieces) for pieces in zip(*chunks)]
 
 
-LIMIT = 20.0  # largest log-ratio, and logged k3
-LOGITS_PER_CHUNK = 2**28  # 1 GiB of float32
+def output_layer(model, device):
+    """-> (weight [V, H], bias, scale, cap), whole: that of a reference may be sharded"""
+    config = model.config
+    layer = model.get_output_embeddings()
+    bias = getattr(layer, "bias", None)
+    if bias is not None:
+        bias = full(bias.to(device))
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere, Granite, Falcon-H1
+    scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return full(layer.weight.to(device)), bias, scale, cap
 
 
-class Head(NamedTuple):
-    """An output layer"""
-    weight: torch.Tensor  # [V, H]
-    bias: torch.Tensor  # [V], or None
-    scale: float  # Cohere, Granite, Falcon-H1
-    cap: float  # Gemma, nanochat; 0: none
-
-    @classmethod
-    def of(cls, model, device):
-        """Whole, on this device: that of a reference may be sharded, or in host memory."""
-        config, layer = model.config, model.get_output_embeddings()
-        scale = getattr(config, "logit_scale", None) or 1.0  # None: MPT
-        scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
-        scale /= getattr(config, "logits_mup_width_multiplier", 1.0)  # Inkling
-        cap = (getattr(config, "final_logit_softcapping", None)
-               or getattr(config, "logits_soft_cap", 0.0))  # RecurrentGemma
-        bias = getattr(layer, "bias", None)
-        if bias is not None:
-            bias = full(bias.to(device))
-        return cls(full(layer.weight.to(device)), bias, scale, cap)
-
-    def logits(self, hidden):
-        logits = upcast(F.linear(hidden, self.weight, self.bias)) * self.scale
-        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+def logits_of(hidden, head):
+    weight, bias, scale, cap = head
+    logits = upcast(F.linear(hidden, weight, bias)) * scale  # [M, V]
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def chunk_stats(hidden, targets, head, temperature, ref_hidden=None, ref_head=None):
-    ref_logits = None if ref_hidden is None else ref_head.logits(ref_hidden) / temperature
-    return token_stats(head.logits(hidden) / temperature, targets, ref_logits)
+    ref_logits = None if ref_hidden is None else logits_of(ref_hidden, ref_head) / temperature
+    return token_stats(logits_of(hidden, head) / temperature, targets, ref_logits)
 
 
 def token_stats(logits, targets, ref_logits=None):
@@ -935,27 +1229,27 @@ def token_stats(logits, targets, ref_logits=None):
         entropy = norm[:, 0] - torch.where(probs > 0, probs * logits, 0).sum(-1)
     if ref_logits is None:
         return log_probs, entropy
-    log_pi, log_ref = logits - norm, ref_logits.log_softmax(-1)
+    log_pi = logits - norm
+    log_ref = ref_logits.log_softmax(-1)
     log_ratio = torch.where(probs > 0, log_pi - log_ref, 0).detach().clamp(-LIMIT, LIMIT)
     # Detached: its gradient would only add E[grad log pi], which is 0.
     exact_kl = (log_pi.exp() * log_ratio).sum(-1)
     return log_probs, entropy, log_ref.gather(-1, targets[:, None])[:, 0], exact_kl
 
 
-def upcast(tensor):
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
 def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=None):
     """token_stats of the tokens in the mask: each [B, T], 0 elsewhere"""
     if isinstance(model, Policy):
-        rows = model.layout(input_ids, labels, mask, model.device)
+        lay_out = pack if model.is_packed else pad
+        layout = lay_out(input_ids, labels, mask, model.device)
         ref_hidden = ref_head = None
         if ref_model is not None:
-            with torch.no_grad(), adapters_off(ref_model):
-                ref_hidden = ref_model(rows, only_hidden=True)
-                ref_head = Head.of(ref_model.model, model.device)
-        stats = model(rows, temperature, ref_hidden, ref_head)
+            use_adapters(ref_model, False)
+            with torch.no_grad():
+                ref_hidden = ref_model(*layout, only_hidden=True)
+            ref_head = output_layer(ref_model.model, model.device)
+            use_adapters(ref_model, True)
+        stats = model(*layout, temperature, ref_hidden, ref_head)
     else:
         ref_logits = None
         if ref_model is not None:
@@ -983,7 +1277,12 @@ def to_device(tensor, device):
 
 def pack(input_ids, labels, mask, device):
     """Lay rows end to end; a prompt shared by neighbours only once. -> (model inputs,
-    predictors [M]: slot before each target, targets [M]: response tokens)"""
+    predictors [M]: slot before each target, targets [M]: response tokens)
+
+        rows      P P a b | P P c | Q d
+        ids       P P a b   c       Q d
+        slots     0 1 2 3   4       5 6        key_slots  0 1 2 3 | 0 1 4 | 5 6
+    """
     ids = []  # [N], all tokens
     positions = []  # [N], of each token in its row
     predictors = []  # [M]
@@ -995,9 +1294,11 @@ def pack(input_ids, labels, mask, device):
         places = np.flatnonzero(is_target)
         if len(places) == 0:
             continue
-        prompt_length, end = places[0] + 1, places[-1] + 1
+        prompt_length = places[0] + 1
+        end = places[-1] + 1
         if row[:prompt_length] != prompt:
-            prompt, shared = row[:prompt_length], []
+            prompt = row[:prompt_length]
+            shared = []  # slots of the prompt
         begin = len(shared)
         slots = [*shared, *range(len(ids), len(ids) + end - begin)]
         shared = slots[:prompt_length]
@@ -1023,7 +1324,8 @@ def pack(input_ids, labels, mask, device):
 def pad(input_ids, labels, mask, device):
     """Rows with targets, cut to the longest: as every layer is causal, no mask is needed.
     -> as pack()"""
-    is_used, columns = mask.any(1), mask.any(0).nonzero()
+    is_used = mask.any(1)
+    columns = mask.any(0).nonzero()
     if len(columns):
         ids = input_ids[is_used, :columns.max() + 1]
     else:
@@ -1033,13 +1335,12 @@ def pad(input_ids, labels, mask, device):
     return {"input_ids": ids}, predictors, targets
 
 
-# torch 2.11 has no enable_gqa argument, and needs none.
-GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
-PLAIN_OPTIONS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
+PLAIN_OPTIONS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions",
+                 "sliding_window"}  # no row is longer than the window
 
 
 def packed_attention(module, query, key, value, attention_mask, *, key_slots, query_starts,
-                     key_starts, longest, scaling=None, sliding_window=None, **options):
+                     key_starts, longest, scaling=None, **options):
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
     given = {name for name, option in options.items() if option is not None}
     is_plain = given <= PLAIN_OPTIONS and attention_mask is None
@@ -1047,661 +1348,44 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
         raise NotImplementedError("choose_layout() then pads")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, d]
     if q.is_cuda and q.dtype == torch.bfloat16:
-        window = (sliding_window or 0) - 1  # tokens before; -1: all
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
-                          scale=scaling, window_size=(window, 0), **GROUPED_HEADS)
+                          scale=scaling, window_size=(-1, 0), enable_gqa=True)
         return out[None], None
     # No flash attention: whole rows, padded at the end
-    n_keys, n_queries = key_starts.diff()[:, None], query_starts.diff()[:, None]  # [R, 1]
+    n_keys = key_starts.diff()[:, None]  # [R, 1]
     place = torch.arange(longest, device=q.device)  # [L]
     is_key = place < n_keys  # [R, L]
-    is_query = is_key & (place >= n_keys - n_queries)  # [R, L]
+    is_query = is_key & (place >= n_keys - query_starts.diff()[:, None])
     slots = key_slots.new_zeros(is_key.shape).masked_scatter(is_key, key_slots)
     q, k, v = (x[slots].transpose(1, 2) for x in (q, k, v))  # [R, heads, L, d]
-    distance = place[:, None] - place  # [L, L]
-    sees = (distance >= 0) & (distance < (sliding_window or math.inf))
-    out = F.scaled_dot_product_attention(q, k, v, sees, scale=scaling, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2)[is_query][None], None
 
 
 AttentionInterface.register("packed", packed_attention)
 
 
-# ---- 3. Sampler: vLLM in this process, or plain torch; turns
+# ---- 5. Evaluation, log, checkpoints
 
-class Response(NamedTuple):
-    ids: list  # the end token included
-    logps: list = ()  # the sampler's log-prob of each
-    mask: list = None  # which tokens the model chose; None: all
-    finished: bool = True  # False: cut off at max_tokens or max_turns
-    problem: dict = None  # a copy for this response, with its turns
-
-
-def context_of(config):
-    """-> tokens that a prompt and its response may have"""
-    context = getattr(config, "max_position_embeddings", 2**31)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this, one long row changes all others
-        return rope.get("original_max_position_embeddings", context)
-    return context
-
-
-def init_vllm(policy, cfg):
-    """-> vLLM with the policy's weights; TorchSampler if vLLM is not installed or not wanted"""
-    context = context_of(policy.model.config)
-    if cfg.max_prompt_tokens + cfg.max_tokens > context:
-        raise UserError(f"max_prompt_tokens + max_tokens exceed the context of {context}")
-    if cfg.use_vllm:
-        print("starting vLLM ...")
-        vllm = None
-        try:
-            # Ranks start it together. Not "vllm", which imports LLM later.
-            vllm = on_all_ranks(importlib.import_module, "vllm.entrypoints.llm")
-            llm = start_vllm(vllm.LLM, policy, cfg)
-            load_policy_into_vllm_instance(policy, llm)
-            params = init_sampling_params(cfg, 1, []) | {"max_tokens": 1, "min_tokens": 0}
-            rollout_with_vllm(llm, [[0]], params, 0, 0)  # does it work?
-            gc.freeze()  # collecting vLLM's objects is slow
-            return llm
-        except Exception as error:
-            failure = " ".join(repr(error).split())[:400]
-            is_missing = vllm is None or type(error) in (ImportError, OSError)
-            if not is_missing and "'_C'" not in failure:  # _C: built for another torch
-                raise RunFailed(f"vLLM cannot run {type(policy.model).__name__} here: {failure}. "
-                                "Set --use_vllm=False, or change gpu_mem_util if it is about "
-                                "memory") from error
-            print(f"!!! vLLM cannot be used here, torch samples: {failure:.150}")
-    cfg.vllm_sleep = False
-    return TorchSampler(policy)
-
-
-def start_vllm(llm_class, policy, cfg):
-    length = cfg.max_prompt_tokens + cfg.max_tokens
-    if cfg.device == "cuda":
-        options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
-                   "enable_sleep_mode": cfg.vllm_sleep,
-                   # Starts in seconds, as fast as compiled
-                   "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-    else:
-        # Chunked prefill breaks seeds on a CPU. Without it a prompt must fit into a batch, and only
-        # attention can have a prefix cache.
-        options = {"dtype": "float32", "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
-                   "enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, length),
-                   "enable_prefix_caching": policy.layout is pack}
-    model_class = type(policy.model.base_model)
-    init = model_class.__init__
-    with tempfile.TemporaryDirectory() as folder:
-        policy.model.config.architectures = [type(policy.model).__name__]
-        policy.model.config.save_pretrained(folder)
-        # CUDA graphs end at 512 sequences.
-        llm = llm_class(folder, **options, load_format="dummy", skip_tokenizer_init=True,
-                        max_model_len=length, logprobs_mode="processed_logprobs",
-                        max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
-    # Undo vLLM's patches of the policy's class.
-    model_class.__init__, model_class.__call__ = init, torch.nn.Module.__call__
-    return llm
-
-
-@torch.no_grad()
-def load_policy_into_vllm_instance(policy, llm):
-    """Copy the weights; drop what vLLM cached with the old ones."""
-    if isinstance(llm, TorchSampler):
-        llm.model.load_state_dict(dict(full_weights(policy)))
-        return
-    # vLLM knows the names of checkpoints, where for example each expert is apart. It wants a tied
-    # output layer, too, but Gemma 2 has none there.
-    has_head = llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]
-    weights = (item for name, weight in full_weights(policy) if has_head or name != "lm_head.weight"
-               for item in revert_weight_conversion(policy.model, {name: weight}).items())
-    if policy.device.type == "cuda":
-        llm.apply_model(lambda model: bool(model.load_weights(weights)))
-    else:  # the CPU backend repacks its weights
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    if not llm.reset_prefix_cache():
-        raise RunFailed("vLLM kept its prefix cache")
-
-
-def check_agreement(metrics, details, cfg, step):
-    """Sampler and trainer must agree; reference and policy before any update."""
-    max_gap, max_kl = 2e-3, 1e-6
-    if cfg.device == "cuda":  # bf16
-        max_gap, max_kl = 0.1 if step == 1 else 0.3, 2e-3
-    gap = metrics.get("rollout/logp_gap_mean", 0.0)
-    if gap > max_gap:
-        hint = " (--use_vllm=False)" if cfg.use_vllm else ""
-        raise RunFailed(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
-                        f" or it computes this model differently{hint}")
-    kl = details[0]["kl_mean"] if step == 1 else 0.0
-    if kl > max_kl:
-        raise RunFailed(f"KL {kl:.3g} before any update: temperature, labels or weights differ")
-
-
-def init_sampling_params(cfg, n, stop_ids):
-    """-> arguments of vllm.SamplingParams. logprobs=0: of the sampled token only"""
-    return {"n": n, "temperature": cfg.temperature, "min_tokens": cfg.min_tokens,
-            "max_tokens": cfg.max_tokens, "stop_token_ids": stop_ids, "logprobs": 0,
-            "flat_logprobs": True, "detokenize": False,
-            "ignore_eos": True}  # stop_ids has all that end a response
-
-
-def collect(llm, task, params, cfg, state, seconds):
-    """Sample and grade this rank's share of a step -> problem, Response, text, reward of each"""
-    n_prompts = cfg.rollout_batch_size // cfg.group_size
-    indices, first = share(range(state.next_problem, state.next_problem + n_prompts))
-    problems = [task.problem(index) for index in indices]
-    started = now()
-    responses = on_all_ranks(roll_out, llm, task, problems, params, cfg.seed, state.step + 1, first)
-    sampled = now()
-    texts, rewards = on_all_ranks(grade, responses, reward_fn, cfg.reward_truncated, params["n"])
-    seconds |= {"rollout": sampled - started, "reward": now() - sampled}
-    state.next_problem += n_prompts  # last: after an error the step is repeated
-    return repeat(problems, cfg.group_size), responses, texts, torch.tensor(rewards)
-
-
-def repeat(items, n):
-    return [item for item in items for _ in range(n)]
-
-
-def grade(responses, reward_fn, reward_truncated, group_size):
-    """-> (what the model said in each response, rewards)"""
-    texts, problems, cut_off = [], [], []
-    for response in responses:
-        turns = response.problem["turns"]
-        said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-        texts.append("\n".join(said))
-        problems.append(response.problem)
-        cut_off.append(not (response.finished or reward_truncated))
-    rewards = [checked_reward(reward_fn, *item) for item in zip(texts, problems, cut_off)]
-    # Cut off: 0, or the lowest of the group. Among negative rewards 0 would be a refuge.
-    lowest = np.reshape(rewards, (-1, group_size)).min(1).repeat(group_size)
-    return texts, np.where(cut_off, lowest, rewards).tolist()
-
-
-def roll_out(llm, task, problems, params, seed, step, first=0):
-    """-> n Responses to each problem, in turns if there is a reply()"""
-    prompts, n = [problem["prompt_ids"] for problem in problems], params["n"]
-    games = [Game(problem, task, params) for problem in repeat(problems, n)]
-    active = dict(enumerate(games, first * n))
-    params = params | {"stop_token_ids": params["stop_token_ids"] + task.turn_end_ids}
-    parts = rollout_with_vllm(llm, prompts, params, seed, step, first)
-    for turn in itertools.count(2):
-        pool = ThreadPoolExecutor(32)  # a reply may take time
-        try:
-            list(pool.map(Game.play, active.values(), parts))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # a second Ctrl-C does not wait for it
-        active = {i: game for i, game in active.items() if not game.is_over()}
-        if not active:
-            return [Response(x.ids, x.logps, x.mask, x.finished, x.problem) for x in games]
-        params |= {"n": 1, "min_tokens": 0, "max_tokens": max(x.room for x in active.values())}
-        prompts = [game.prompt_ids + game.ids for game in active.values()]
-        names = [f"{i}/{turn}" for i in active]
-        parts = rollout_with_vllm(llm, prompts, params, seed, step, names=names)
-
-
-class Game:
-    """A response: turns of the model, and between them what reply() says"""
-
-    def __init__(self, problem, task, params):
-        self.task, self.stop_ids, self.room = task, params["stop_token_ids"], params["max_tokens"]
-        self.prompt_ids = problem["prompt_ids"]
-        # A copy that reward_fn and reply() may change; deepcopy is slow for long lists.
-        self.problem = copy.deepcopy(problem | {"prompt_ids": None, "turns": []})
-        self.problem["prompt_ids"] = list(self.prompt_ids)
-        self.ids, self.logps, self.mask, self.turn_start, self.n_turns = [], [], [], 0, 0
-        self.finished = False
-
-    def is_over(self):
-        return self.finished or self.room == 0 or self.n_turns == self.task.cfg.max_turns
-
-    def extend(self, ids, logps, is_chosen):
-        ids = ids[:self.room]
-        self.ids += ids
-        self.logps += logps[:len(ids)]
-        self.mask += [is_chosen] * len(ids)
-        self.room -= len(ids)
-
-    def play(self, part):
-        """Add what the model wrote; if that ends its turn, what reply() says."""
-        turns, tokenizer = self.problem["turns"], self.task.tokenizer
-        self.extend(part.ids, list(part.logps), True)
-        text = decode(tokenizer, self.ids[self.turn_start:], self.stop_ids)
-        is_message = self.ids[-1] in self.stop_ids
-        has_ended = is_message or any(end in text for end in TURN_ENDS)
-        if has_ended or self.room == 0:
-            turns.append({"role": "assistant", "content": text})
-        if not has_ended:
-            return
-        said = None
-        if reply:
-            with errors_shown("reply", text):
-                said = reply(self.problem, text)
-                if said is not None:
-                    said.encode()  # raises if it is no text that tokenizers can read
-        self.finished = said is None
-        self.n_turns += 1
-        if self.is_over():
-            return
-        rendered = said
-        if is_message:
-            rendered, end = render_reply(said, tokenizer), tokenizer.decode(self.ids[-1:])
-            if rendered.lstrip().startswith(end):  # it is there already
-                rendered = rendered.lstrip().removeprefix(end)
-        ids = tokenizer.encode(rendered, add_special_tokens=False)
-        self.extend(ids, [0.0] * len(ids), False)
-        self.turn_start = len(self.ids)
-        if self.room:  # so the last turn is always the model's
-            turns.append({"role": "environment", "content": said})
-
-
-def rollout_with_vllm(llm, prompts, params, seed, step, first=0, names=None):
-    """-> n Responses to each prompt, in one turn. A prompt's seed is made of its name, by default
-    its number, counted from `first`; its i-th response gets seed + i."""
-    if not prompts:
-        return []
-    names = names or range(first, first + len(prompts))
-    seeds = [random.Random(f"{seed}/{step}/{name}").getrandbits(48) for name in names]
-    if isinstance(llm, TorchSampler):
-        return llm.generate(prompts, params, seeds)
-    from vllm import SamplingParams
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts],
-                           [SamplingParams(**params, seed=seed) for seed in seeds], use_tqdm=False)
-    return [Response(list(x.token_ids), x.logprobs.logprobs, None, x.finish_reason == "stop")
-            for output in outputs for x in output.outputs]
-
-
-CACHE_LIMIT = 2**17  # tokens in a batch
-
-
-class TorchSampler:
-    """A copy of the model with a cache, for where there is no vLLM"""
-
-    def __init__(self, policy):
-        config = copy.deepcopy(policy.model.config)
-        attention = "sdpa" if policy.layout is pack else config._attn_implementation
-        self.model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=policy.compute_dtype)
-        self.model.to(policy.device).eval()
-        self.is_mamba = "cache_params" in self.model.forward.__code__.co_varnames
-        for weight in [w for w in self.model.parameters() if w.dim() == 2]:
-            weight.data = weight.data.T.contiguous().T  # by columns: faster on a CPU
-        load_policy_into_vllm_instance(policy, self)
-
-    @torch.no_grad()
-    def generate(self, prompts, params, seeds):
-        n, limit, stop_ids = params["n"], params["max_tokens"], params["stop_token_ids"]
-        width, half, device = max(map(len, prompts)), len(prompts) // 2, self.model.device
-        context = context_of(self.model.config)
-        if half and len(prompts) * n * (width + limit) > CACHE_LIMIT:
-            return (self.generate(prompts[:half], params, seeds[:half])
-                    + self.generate(prompts[half:], params, seeds[half:]))
-        draws = [np.random.default_rng(seed + i).random(limit) for seed in seeds for i in range(n)]
-        uniform = torch.tensor(np.array(draws), device=device)  # [P * n, limit]
-        ids = torch.tensor([[-1] * (width - len(p)) + p for p in prompts], device=device)  # [P, W]
-        mask, ids = (ids >= 0).long(), ids.clamp(min=0)
-        tokens, logps, cache = [], [], DynamicCache(config=self.model.config)
-        caches = {"cache_params" if self.is_mamba else "past_key_values": cache}
-        is_done = torch.tensor(False, device=device)
-        while len(tokens) < limit and not is_done.all():
-            new = slice(-ids.shape[1], None)
-            # A game may run past the context, as all have one max_tokens here. It is cut later.
-            positions = (mask.cumsum(1) - 1).clamp(0, context - 1)[:, new]
-            seen = mask[:, new] if self.is_mamba else mask  # Mamba's is of the new tokens only
-            logits = self.model(ids, attention_mask=seen, position_ids=positions, use_cache=True,
-                                logits_to_keep=1, **caches).logits[:, -1].float()
-            if not tokens:  # a prompt is read once
-                copies = torch.arange(len(ids), device=device).repeat_interleave(n)
-                cache.reorder_cache(copies)
-                logits, mask = logits[copies], mask[copies]
-            if len(tokens) < params["min_tokens"]:
-                logits[:, stop_ids] = -torch.inf
-            log_probs = (logits / max(params["temperature"], 1e-6)).log_softmax(-1)  # 0: greedy
-            cdf = log_probs.double().exp().cumsum(-1)
-            threshold = uniform[:, len(tokens), None] * cdf[:, -1:]  # [P * n, 1]
-            ids = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[1] - 1)
-            tokens.append(ids)
-            logps.append(log_probs.gather(1, ids))
-            mask = F.pad(mask, (0, 1), value=1)
-            is_done = is_done | torch.isin(ids, torch.tensor(stop_ids, device=device))
-        responses = []
-        for row, logp in zip(torch.cat(tokens, 1).tolist(), torch.cat(logps, 1).tolist()):
-            end = next((i for i, token in enumerate(row, 1) if token in stop_ids), len(row))
-            responses.append(Response(row[:end], logp[:end], None, row[end - 1] in stop_ids))
-        return responses
-
-
-# ---- 4. Batch, advantages, KL, loss, update
-
-def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
-    """-> [N]: (reward - mean) / standard deviation within each group of neighbours"""
-    groups = rewards.view(-1, group_size)
-    advantages = groups - groups.mean(1, keepdim=True)
-    if normalize_by_std and len(groups):  # torch warns about the deviation of nothing
-        advantages /= groups.std(1, keepdim=True) + eps
-    # Equal rewards: exactly 0, without rounding errors
-    is_flat = (groups == groups[:, :1]).all(1, keepdim=True)
-    return torch.where(is_flat, 0.0, advantages).flatten()
-
-
-def compute_group_normalized_advantages(rollout_responses, repeated_ground_truths, reward_fn,
-                                        group_size, advantage_eps, normalize_by_std):
-    """-> (advantages [N], rewards [N], metadata). train() does not call this."""
-    if group_size < 2 or len(rollout_responses) % group_size:
-        raise UserError(f"group_size={group_size}: at least 2, a divisor of the responses")
-    pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
-    rewards = torch.tensor([checked_reward(reward_fn, *pair) for pair in pairs])
-    advantages = group_advantages(rewards, group_size, normalize_by_std, advantage_eps)
-    metadata = {key: getattr(rewards, key)().item() for key in ("mean", "std", "max", "min")
-                if len(rewards)}
-    return advantages, rewards, metadata
-
-
-def make_batch(prompts, responses, min_tokens=0):
-    """-> [B, T] tensors in host memory, padded on the right. Labels are the next input_ids."""
-    lengths = [len(p) + len(r.ids) for p, r in zip(prompts, responses, strict=True)]
-    # In numpy, which reads lists faster
-    tokens = np.zeros((len(prompts), max(lengths, default=2)), np.int64)
-    mask = np.zeros(tokens.shape, bool)  # tokens that the model chose
-    sampled = np.zeros(tokens.shape, np.float32)  # the sampler's log-probs
-    is_known = np.zeros(tokens.shape, bool)
-    for b, (prompt, response, end) in enumerate(zip(prompts, responses, lengths)):
-        start = len(prompt)
-        tokens[b, :end] = prompt + response.ids
-        mask[b, start:end] = True if response.mask is None else response.mask
-        if len(response.logps):
-            sampled[b, start:end] = response.logps
-            # EOS is banned before min_tokens: the log-probs there are not the policy's.
-            is_known[b, start + min_tokens:end] = True
-    tokens, mask, sampled, is_known = map(torch.from_numpy, (tokens, mask, sampled, is_known))
-    return SimpleNamespace(
-        input_ids=tokens[:, :-1], labels=tokens[:, 1:], response_mask=mask[:, 1:],
-        rollout_log_probs=sampled[:, 1:], rollout_mask=is_known[:, 1:], prompts=prompts,
-        lengths=lengths)
-
-
-def select(batch, rows):
-    """-> {name: tensor} for grpo_microbatch_step"""
-    return {name: value[rows] for name, value in vars(batch).items() if torch.is_tensor(value)}
-
-
-def make_minibatches(cfg, step, n_rows):
-    """This rank's rows of each optimizer step"""
-    counts = gather(n_rows)
-    first = sum(counts[:RANK])  # rows on lower ranks
-    for epoch in range(cfg.inner_epochs):
-        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sum(counts))
-        for rows in np.array_split(order - first, cfg.n_minibatches):
-            yield sorted(rows[(0 <= rows) & (rows < n_rows)].tolist())
-
-
-def make_microbatches(batch, rows, cfg, layout):
-    """-> lists of rows, at most about tokens_per_microbatch each; equally many on all ranks"""
-    split = split_padded if layout is pad else split_packed
-    parts = split(batch, rows, cfg.tokens_per_microbatch, cfg.gradient_accumulation_steps)
-    return parts + [[]] * (max(gather(len(parts))) - len(parts))
-
-
-def split_packed(batch, rows, limit, n_least):
-    """Neighbouring rows, similar in tokens"""
-    sizes = [batch.lengths[row] for row in rows]
-    for i in range(1, len(rows)):
-        if batch.prompts[rows[i]] == batch.prompts[rows[i - 1]]:  # counted once
-            sizes[i] -= len(batch.prompts[rows[i]])
-    total, parts = sum(sizes), {}
-    n_parts = max(math.ceil(total / limit), n_least)
-    for row, size, end in zip(rows, sizes, np.cumsum(sizes)):
-        part = int((end - size / 2) / total * n_parts)  # by the middle of the row
-        parts.setdefault(part, []).append(row)
-    return [*parts.values()]
-
-
-def split_padded(batch, rows, limit, n_least):
-    """Longest first; a part is padded to its first row."""
-    rows, parts = sorted(rows, key=lambda row: -batch.lengths[row]), []
-    while rows:
-        n_most = math.ceil(len(rows) / max(1, n_least - len(parts)))
-        n = min(n_most, max(1, limit // batch.lengths[rows[0]]))
-        parts.append(rows[:n])
-        rows = rows[n:]
-    return parts
-
-
-@torch.no_grad()
-def score(model, batch, rows, cfg):
-    """-> log-probs [B, T] of these rows, 0 in the others"""
-    log_probs = torch.zeros(batch.labels.shape, device=model.device)
-    for micro_rows in make_microbatches(batch, rows, cfg, model.layout):
-        inputs = (x[micro_rows] for x in (batch.input_ids, batch.labels, batch.response_mask))
-        log_probs[micro_rows] = response_stats(model, *inputs, cfg.temperature)[0]
-    return log_probs
-
-
-def grpo_microbatch_step(
-        policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps,
-        clip_range, loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *,
-        old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3",
-        **loss_options):
-    """Forward, loss, backward -> (part of the step's loss, metadata). divisor: of the step; by
-    default that of this part * gradient_accumulation_steps. loss_options: of compute_loss"""
-    mask = response_mask.bool() & (labels >= 0)
-    if divisor is None:
-        divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
-    needs_reference = kl_coef and (ref_log_probs is None or kl_estimator == "exact")
-    log_probs, entropy, *ref_stats = response_stats(
-        policy, input_ids, labels, mask, temperature, ref_model if needs_reference else None)
-    ref_log_probs, exact_kl = ref_stats or (ref_log_probs, None)
-    mask = to_device(mask, log_probs.device)
-    loss, metadata = compute_loss(
-        advantages_per_seq, log_probs, old_log_probs, clip_range, ref_log_probs, kl_coef,
-        response_mask=mask, kl_estimator=kl_estimator, exact_kl=exact_kl, **loss_options)
-    if loss_type == "grpo":
-        loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
-    loss = loss.sum() / max(divisor, 1e-9)
-    # Read before backward(): it waits for the forward pass only.
-    metadata["loss"] = loss.item()
-    metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
-    loss.backward()
-    return loss.detach(), metadata
-
-
-WEIGHT_CAP = 10.0  # of the importance weight pi/old of a KL term
-MISMATCH_CAP = 2.0  # of the importance weight old/sampler of a token
-
-
-def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_log_probs=None,
-                 kl_coef=0.0, *, response_mask=None, kl_estimator="k3", kl_importance_weight=True,
-                 kl_in="loss", clip_range_high=None, rollout_log_probs=None, rollout_mask=None,
-                 exact_kl=None):
-    """PPO's clipped loss + kl_coef * KL -> (loss [B, T], metadata). advantages: [B] or [B, T]"""
-    if response_mask is None:
-        response_mask = torch.ones_like(policy_log_probs)
-    if old_log_probs is None:  # the first update: the ratio is 1
-        old_log_probs = policy_log_probs
-    mask = response_mask.bool()
-    log_pi, log_old = masked(policy_log_probs, mask), masked(old_log_probs, mask).detach()
-    advantages = masked(advantages[:, None] if advantages.dim() == 1 else advantages, mask)
-    log_ratio = log_pi - log_old
-    # exp() must not overflow, and a NaN must reach the gradient; clamp() would stop it.
-    log_ratio = torch.where(log_ratio > LIMIT, LIMIT, log_ratio)
-    ratio = log_ratio.exp()
-    weight = ratio.detach().clamp(max=WEIGHT_CAP)
-    stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio, "ratio_mean": ratio,
-             "ratio_max": ratio}
-
-    kl = 0.0
-    if kl_coef and ref_log_probs is not None:
-        log_ref = masked(ref_log_probs, mask)
-        # The KL that is logged: k3 weighted by pi/old, both capped so that no token dominates.
-        kl_seen = weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
-        if kl_in != "loss":
-            if (kl_in, kl_estimator) != ("reward", "k1"):
-                raise UserError("kl_in: loss, or reward with kl_estimator=k1")
-            # A token pays for its own k1 and that of all tokens after it, under the policy of now.
-            kl = compute_kl_divergence(log_pi, log_ref, "k1").detach()
-            advantages = advantages - kl_coef * kl.flip(1).cumsum(1).flip(1)
-        elif kl_estimator == "exact" and exact_kl is not None:
-            kl = kl_seen = masked(exact_kl, mask)
-        elif kl_importance_weight:
-            kl = weight * compute_kl_divergence(log_pi, log_ref, kl_estimator, is_weighted=True)
-        else:
-            kl = compute_kl_divergence(log_pi, log_ref, kl_estimator)
-        stats |= {"kl_penalty_mean": kl, "kl_mean": kl_seen, "kl_max": kl_seen, "kl_min": kl_seen,
-                  "policy_logp_mean": log_pi, "ref_logp_mean": log_ref.clamp(min=-1e4)}
-
-    plain = ratio * advantages
-    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range_high or clip_range)) * advantages
-    stats["clip_fraction"] = clipped < plain
-    loss = -torch.minimum(plain, clipped)
-    if kl_in == "loss":
-        loss = loss + kl_coef * kl
-    if rollout_log_probs is not None:
-        gap = log_old - masked(rollout_log_probs, mask).detach()
-        if rollout_mask is not None:
-            gap = torch.where(to_device(rollout_mask, gap.device), gap, 0)
-        # Truncated importance sampling: the tokens came from the sampler, not from `old`.
-        loss = loss * gap.exp().clamp(max=MISMATCH_CAP)
-        stats["logp_gap_mean"] = stats["logp_gap_max"] = gap.abs()
-    return torch.where(mask, loss, 0), summarize(stats, mask)
-
-
-def masked(tensor, mask):
-    """0 outside the mask. For inputs: a NaN there must not reach a gradient."""
-    return torch.where(mask, upcast(to_device(tensor, mask.device)), 0)
-
-
-ESTIMATORS = ("k1", "k2", "k3", "exact")
-
-
-def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_weighted=False):
-    """Per sampled token, where l = log pi - log ref, within +-LIMIT. is_weighted: the caller
-    multiplies by rho = pi/old, detached. The slope then includes that of rho: d rho = rho dlog pi.
-
-        estimator  value          slope     slope if weighted
-        k1         l              1         l + 1
-        k2         l^2 / 2        l         l (d rho left out)
-        k3         e^-l - 1 + l   1 - e^-l  l
-    """
-    log_pi, log_ref = upcast(policy_log_probs), upcast(ref_log_probs)
-    l = (log_pi - log_ref).detach().clamp(-LIMIT, LIMIT)
-    if estimator == "k1":
-        value = l
-        slope = l + 1 if is_weighted else torch.ones_like(l)
-    elif estimator == "k2":
-        value = l**2 / 2
-        slope = l
-    elif estimator == "k3":
-        value = torch.expm1(-l) + l
-        slope = l if is_weighted else -torch.expm1(-l)
-    else:
-        raise UserError(f"kl_estimator: one of {', '.join(ESTIMATORS)} (needs the reference model)")
-    # Explicit: autograd would overflow, or be 0 beyond the clamp.
-    return value + slope * (log_pi - log_pi.detach())
-
-
-# Key in the metadata of a microbatch: (fold over its tokens, name in the log)
-TOKEN_METRICS = {
-    "entropy": ("mean", "train/entropy"), "clip_fraction": ("mean", "train/clip_fraction"),
-    "approx_kl": ("mean", "train/approx_kl"), "kl_penalty_mean": ("mean", "train/kl_penalty"),
-    "logp_gap_mean": ("mean", "rollout/logp_gap_mean"),
-    "logp_gap_max": ("max", "rollout/logp_gap_max"),
-    "kl_mean": ("mean", "kl/mean"), "kl_max": ("max", "kl/max"), "kl_min": ("min", "kl/min"),
-    "policy_logp_mean": ("mean", "kl/policy_logp_mean"),
-    "ref_logp_mean": ("mean", "kl/ref_logp_mean"),
-    "ratio_mean": ("mean", None), "ratio_max": ("max", None)}
-
-
-@torch.no_grad()
-def summarize(stats, mask):
-    """{name: [B, T]} -> {name: number over the mask}; 0 for those that are missing"""
-    summary = dict.fromkeys(TOKEN_METRICS, 0.0)
-    table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
-    if table.numel():
-        values = [getattr(row, TOKEN_METRICS[name][0])() for name, row in zip(stats, table)]
-        summary |= zip(stats, torch.stack(values).tolist())
-    summary["n_tokens"] = table.shape[1]
-    return summary
-
-
-def masked_mean(tensor, mask):
-    """Mean over rows of their masked means, without empty rows. train() does not call this."""
-    return masked_mean_drgrpo(tensor / mask.sum(-1, keepdim=True).clamp(min=1), mask, 1)
-
-
-def masked_mean_drgrpo(tensor, mask, num_tokens):
-    """Mean over rows of masked sum / num_tokens. Nor this."""
-    return torch.where(mask.bool(), tensor, 0).sum() / num_tokens / mask.any(-1).sum().clamp(min=1)
-
-
-def loss_divisor(mask, loss_type, max_tokens):
-    """What the summed loss of a step is divided by"""
-    n_rows = int(mask.any(-1).sum())
-    divisors = {"grpo": n_rows, "dr_grpo": n_rows * max_tokens, "dapo": int(mask.sum())}
-    if loss_type not in divisors:
-        raise UserError(f"loss_type: one of {', '.join(divisors)}")
-    return divisors[loss_type]
-
-
-def update_weights(policy, optimizer, loss, cfg, state):
-    """Step if loss and gradient are finite. -> gradient norm before clipping"""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
-    norm = float(full(norm))
-    warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
-    optimizer.param_groups[0]["lr"] = cfg.lr * warmup * state.lr_factor
-    if not math.isfinite(norm + loss):
-        print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}; a tenth of lr for now")
-        state.skipped += 1
-        state.skips_in_a_row += 1
-        state.lr_factor = 0.1  # doubles with every good update
-        if state.skips_in_a_row == 5:
-            raise RunFailed("5 updates in a row were not finite: lower lr")
-    elif norm > 1e-8:  # without a gradient, momentum must not move the weights
-        optimizer.step()
-        state.lr_factor = min(1.0, 2 * state.lr_factor)
-        state.skips_in_a_row = 0
-    optimizer.zero_grad()  # frees the gradients: vLLM needs the room
-    return norm
-
-
-def adapt_kl_coef(state, kl, cfg):
-    """Steer the KL to target_kl with 0.1 to 100 times kl_coef."""
-    if not math.isfinite(kl):
-        return
-    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2  # of a spike only a part
-    if state.kl_smooth > 1.5 * cfg.target_kl:
-        state.kl_factor = min(1.5 * state.kl_factor, 100.0)
-    elif state.kl_smooth < 0.5 * cfg.target_kl:
-        state.kl_factor = max(0.75 * state.kl_factor, 0.1)
-
-
-# ---- 5. Records: evaluation, metrics, log, checkpoints
-
-def evaluate_model(llm, task, params, stop_ids, reward_fn=None):
-    """-> (metrics, a dict per response) on held-out problems, with fixed seeds"""
+def evaluate_model(llm, task, n=1, temperature=None):
+    """-> (metrics, n Responses to each held-out problem); seeds are fixed"""
     problems, first = share(task.held_out)
-    params = params | {"stop_token_ids": stop_ids}
-    responses = on_all_ranks(roll_out, llm, task, problems, params, 0, "eval", first)
-    texts, rewards = on_all_ranks(grade, responses, reward_fn or globals()["reward_fn"],
-                                  task.cfg.reward_truncated, params["n"])
-    lowest = min(gather(min(rewards, default=0.0)))  # of all: a group may be one response
-    rows = [{"prompt": problem["rendered"], "response": text, "turns": response.problem["turns"],
-             "reward": reward if response.finished or task.cfg.reward_truncated else lowest,
-             "answer": problem.get("answer") or problem["solution"], "tokens": len(response.ids),
-             "cut_off": not response.finished}
-            for problem, text, reward, response in zip(
-                repeat(problems, params["n"]), texts, rewards, responses, strict=True)]
-    rows = sum(gather(rows), [])
-    rewards = np.array([row["reward"] for row in rows])
-    accuracy = (rewards >= 0.9).mean()
-    return {"eval/accuracy": accuracy, "eval/mean_reward": rewards.mean(),
-            "eval/margin": 1.96 * (accuracy * (1 - accuracy) / len(task.held_out)) ** 0.5,
-            "eval/avg_output_tokens": np.mean([row["tokens"] for row in rows]),
-            "eval/truncated_frac": np.mean([row["cut_off"] for row in rows])}, rows
+    responses = rollout_with_vllm(llm, task, problems, n, "eval", first, temperature)
+    grade(responses, task.cfg.reward_truncated)
+    responses = sum(gather(responses), [])
+    rewards = np.array([response.reward for response in responses])
+    return {"eval/accuracy": (rewards >= 0.9).mean(), "eval/mean_reward": rewards.mean(),
+            "eval/avg_output_tokens": np.mean([len(x.ids) for x in responses]),
+            "eval/truncated_frac": np.mean([not x.finished for x in responses])}, responses
 
 
-def evaluate_and_keep_best(policy, llm, task, params, log, state):
-    """One response per problem -> metrics"""
-    metrics, rows = evaluate_model(llm, task, params | {"n": 1}, policy.stop_ids, reward_fn)
-    log_eval(log, state.step, metrics, rows[:4])
+def evaluate_and_keep_best(policy, llm, task, log, state, group=()):
+    """group: responses of training to show -> metrics"""
+    if not task.cfg.eval_every:
+        return {}
+    metrics, responses = evaluate_model(llm, task)
+    group = sorted(group, key=lambda response: response.reward)
+    log_eval(log, state.step, metrics, group[-1:] + group[:1] + responses[:2])
     reward = float(metrics["eval/mean_reward"])
     if state.step and reward > state.best_reward:
         save_model(policy, task.tokenizer, log.folder / "best")
@@ -1715,52 +1399,41 @@ def now():
     return time.perf_counter()
 
 
-def step_metrics(details, rewards, responses, texts, seconds, group_size, kl_coef):
+def step_metrics(responses, details, group_size, kl_coef):
     """-> {name: number} over all ranks"""
-    rows = [(reward, len(response.ids), final_answer(text) is not None, not response.finished)
-            for reward, response, text in zip(rewards.tolist(), responses, texts)]
-    rewards, lengths, answered, truncated = np.array(sum(gather(rows), [])).T
+    rows = [(x.reward, len(x.ids), not x.finished, final_answer(x.text()) is not None)
+            for x in responses]
+    rewards, lengths, truncated, answered = np.array(sum(gather(rows), [])).T
     spread = np.ptp(rewards.reshape(-1, group_size), axis=1)
     metrics = {
         "train/reward_mean": rewards.mean(), "train/reward_std": rewards.std(),
         "train/frac_groups_zero_std": (spread == 0).mean(), "train/answer_frac": answered.mean(),
-        "train/truncated_frac": truncated.mean(), "train/avg_output_tokens": lengths.mean(),
-        "perf/tokens_per_s": lengths.sum() / seconds["step"]}
-    metrics |= {f"time/{phase}": duration for phase, duration in seconds.items()}
+        "train/truncated_frac": truncated.mean(), "train/avg_output_tokens": lengths.mean()}
     details = [detail for detail in sum(gather(details), []) if detail["n_tokens"]]
-    average = functools.partial(np.average, weights=[detail["n_tokens"] for detail in details])
-    folds = {"mean": average, "max": max, "min": min}
-    for key, (fold, name) in TOKEN_METRICS.items():
-        if details and name and (kl_coef or not name.startswith("kl/")):
-            metrics[name] = float(folds[fold]([detail[key] for detail in details]))
+    weights = [detail["n_tokens"] for detail in details]
+    for key, name in TOKEN_METRICS.items():
+        if details and (kl_coef or not name.startswith("kl/")):
+            values = [detail[key] for detail in details]
+            fold = EXTREMES.get(key)
+            metrics[name] = float(fold(values) if fold else np.average(values, weights=weights))
     return metrics
 
 
 class Log:
-    """A run's records, written by rank 0"""
+    """The records of a run, written by rank 0"""
 
     def __init__(self, folder, cfg, saved=None):
-        self.folder, self.warned = Path(folder), set()
+        self.folder = folder
         if RANK:
             return
-        for leftover in self.folder.rglob("*.[0-9]*.tmp"):  # of a killed process
-            shutil.rmtree(leftover, ignore_errors=True)
-        with written_whole(self.folder / "config.json") as temporary:
-            reward = getattr(reward_fn, "__qualname__", "")  # a partial() has none
-            settings = vars(cfg) | {"script": started_script(), "reward_fn": reward}
-            temporary.write_text(json.dumps(settings, indent=1, default=str))
         step = saved["state"]["step"] if saved else -1
-        for name in ("samples.jsonl", "metrics.jsonl"):
-            rows = [row for row in read_rows(self.folder / name) if row["step"] <= step]
-            with written_whole(self.folder / name) as temporary:  # later steps are repeated
-                temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.history = read_rows(self.folder / "metrics.jsonl")[1:]  # without step 0
-        from torch.utils.tensorboard import SummaryWriter, summary
-        events = self.folder.parent / "tb" / self.folder.name
-        self.writer = SummaryWriter(events, purge_step=step + 1)
-        settings = {name: value if isinstance(value, str | int | float) else str(value)
-                    for name, value in vars(cfg).items()}
-        self.writer.file_writer.add_summary(summary.hparams(settings, {})[1])
+        path = folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(True) if path.exists() else []
+        with written_whole(path) as temporary:
+            temporary.write_text("".join(lines[:step + 1]))  # later steps are repeated
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(folder.parent / "tb" / folder.name, purge_step=step + 1)
+        self.writer.add_text("hyperparameters", "  \n".join(map(str, vars(cfg).items())))
 
     def append(self, name, row):
         with open(self.folder / name, "a") as file:
@@ -1769,125 +1442,95 @@ class Log:
     def write(self, step, metrics):
         if RANK:
             return
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        metrics = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.append("metrics.jsonl", {"step": step} | metrics)
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def close(self):
-        if RANK == 0:
-            self.writer.close()
-
-
-def read_rows(path):
-    """-> rows of metrics.jsonl or samples.jsonl, up to one that is damaged"""
-    rows = []
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        for line in open(path, "rb"):
-            rows.append(dict(json.loads(line)))
-    return [row for row in rows if "step" in row]
-
-
-def report(folder, cfg):
-    """The last lines of a run"""
-    if RANK:
-        return
-    rows = read_rows(folder / "metrics.jsonl")
-    first, *later = [row for row in rows if "eval/accuracy" in row] or [None]
-    line, model = "", "model"
-    if first:
-        line = f"Held-out accuracy, sampled: {first['eval/accuracy']:.1%}"
-    if later:
-        last, best = later[-1], max(later, key=lambda row: row["eval/mean_reward"])
-        line += f" -> {last['eval/accuracy']:.1%} at step {last['step']}"
-        is_better = best["eval/accuracy"] > last["eval/accuracy"] + last["eval/margin"]
-        if is_better and (folder / "best").exists():
-            line += f", {best['eval/accuracy']:.1%} at step {best['step']}: use best/"
-            model = "best"
-    name = shlex.quote(str(folder))
-    print(f"\n{line}\n  try it    python sample.py --model_id={name}/{model}\n"
-          f"  curves    tensorboard --logdir {shlex.quote(str(folder.parent))}/tb")
-    if rows and rows[-1]["step"] < cfg.n_grpo_steps and (folder / "checkpoint").exists():
-        is_late = 0 < cfg.max_minutes < rows[-1].get("time/minutes", 0.0)
-        flag = " --max_minutes=0" if is_late else ""
-        print(f"  continue  python {shlex.quote(sys.argv[0])} --resume={name}{flag}")
-
 
 def log_train(log, step, metrics, cfg):
-    eta = min((cfg.n_grpo_steps - step) * metrics["time/step"] / 60,
-              max(0.0, (cfg.max_minutes or math.inf) - metrics["time/minutes"]))
+    minutes_left = (cfg.n_grpo_steps - step) * metrics["time/step"] / 60
     line = ("Step {step} | Loss: {train/loss:.4f} | Grad norm: {train/grad_norm:.4f} | "
             "Reward mean: {train/reward_mean:.3f} | Entropy: {train/entropy:.3} | "
-            "Tokens: {train/avg_output_tokens:.1f} | {perf/tokens_per_s:.0f} tok/s | rollout "
-            "{time/rollout:.2f} train {time/train:.2f} sync {time/sync:.2f} s | ETA {eta:.1f} min")
+            "Tokens: {train/avg_output_tokens:.1f} | rollout {time/rollout:.2f} train "
+            "{time/train:.2f} sync {time/sync:.2f} s | ETA {minutes_left:.1f} min")
     if "kl/mean" in metrics:
-        line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
-    print(line.format(**{"step": step, "eta": eta, "train/entropy": "-"} | metrics))
+        line += (" | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f} | "
+                 "KL coef: {train/kl_coef:.2g}")
+    known = {"step": step, "minutes_left": minutes_left, "train/entropy": "-"}
+    print(line.format(**known | metrics))
+    if metrics["train/frac_groups_zero_std"] == 1 and not metrics["train/kl_coef"]:
+        print("!!! equal rewards in all groups: no gradient")
+    if metrics["train/truncated_frac"] > 0.5 and not cfg.reward_truncated:
+        print("!!! most responses are cut off and earn 0 at most: raise max_tokens (or max_turns)")
+
+
+def log_eval(log, step, metrics, responses):
+    """The responses go to TensorBoard and samples.jsonl, the first one also to the console."""
+    print(f"Step {step} | Held-out accuracy, sampled: {metrics['eval/accuracy']:.1%} | "
+          f"Mean reward: {metrics['eval/mean_reward']:.3f}")
     if RANK:
         return
-    log.history.append(metrics)
-    cut_off = [row["train/truncated_frac"] for row in log.history]
-    entropy = [row["train/entropy"] for row in log.history if "train/entropy" in row]
-    alarms = {
-        "KL above 0.2 (KL.md)": metrics.get("kl/mean", 0.0) > 0.2,
-        "equal rewards in all groups: no gradient":
-            metrics["train/frac_groups_zero_std"] == 1 and not metrics.get("train/kl_coef"),
-        "most responses are cut off and earn 0: raise max_tokens (or max_turns), or set "
-        "reward_truncated":
-            cut_off[-1] > 0.5 and not cfg.reward_truncated,
-        "cut-off responses have more than tripled: lower lr; best/, if there, is the best model":
-            cut_off[-1] > max(0.1, 3 * min(cut_off)),
-        "entropy is below a tenth of its start: lower lr; best/, if there, is the best model":
-            entropy and entropy[-1] < entropy[0] / 10}
-    for text, is_on in alarms.items():
-        if is_on and text not in log.warned:
-            log.warned.add(text)
-            print(f"!!! {text}")
-
-
-def log_eval(log, step, metrics, samples):
-    line = "Held-out accuracy, sampled: {eval/accuracy:.1%} | Mean reward: {eval/mean_reward:.3f}"
-    print(f"Step {step} | {line.format(**metrics)}")
-    for i, sample in enumerate(samples if RANK == 0 else []):
-        log.append("samples.jsonl", {"step": step} | sample)
+    print(f"  {responses[0].text()!r:.300} has reward {responses[0].reward:g}")
+    for i, response in enumerate(responses):
+        sample = {"step": step, "prompt": response.problem["rendered"],
+                  "turns": response.problem["turns"], "reward": response.reward}
+        log.append("samples.jsonl", sample)
         log.writer.add_text(f"sample {i}", f"<pre>{html.escape(show(sample))}</pre>", step)
 
 
 def show(sample):
-    """-> prompt, who said what, reward"""
     turns = [f"{turn['role']}> {turn['content']}" for turn in sample["turns"]]
-    return "\n".join([sample["prompt"], *turns, f"reward {sample['reward']}, "
-                      f"expected: {sample['answer']}"])
+    return "\n".join([sample["prompt"], *turns, f"reward {sample['reward']}"])
+
+
+def report(folder):
+    """The last lines of a run"""
+    if RANK:
+        return
+    rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    measured = [row for row in rows if "eval/accuracy" in row]
+    if len(measured) > 1:
+        print(f"\nHeld-out accuracy, sampled: {measured[0]['eval/accuracy']:.1%} -> "
+              f"{measured[-1]['eval/accuracy']:.1%} at step {measured[-1]['step']}")
+        best = max(measured, key=lambda row: row["eval/mean_reward"])
+        print(f"best: {best['eval/accuracy']:.1%} at step {best['step']} (after step 0: in best/)")
+    print(f"  try it    python sample.py --model_id='{folder}/model'\n"
+          f"  curves    tensorboard --logdir '{folder.parent}/tb'")
+    if (folder / "checkpoint.pt").exists():
+        print(f"  continue  python '{sys.argv[0]}' --resume='{folder}'")
 
 
 @contextlib.contextmanager
 def written_whole(path):
-    """A temporary path that becomes `path` at the end, never half written."""
-    folder = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """A temporary path that becomes `path`, never half written. The old one goes after that."""
+    new = path.with_name(f"{path.name}.new")
+    old = path.with_name(f"{path.name}.old")
     try:
-        folder.mkdir(parents=True)
-        yield folder / "new"
+        shutil.rmtree(new, ignore_errors=True)
+        yield new
         if path.is_dir():
-            path.rename(folder / "old")
-        (folder / "new").replace(path)
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        new.replace(path)
+        shutil.rmtree(old, ignore_errors=True)
     except Exception as error:
-        raise RunFailed(f"cannot write {path} ({error}). Is the disk full?") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(f"cannot write {path} ({error}). Is the disk full?") from error
 
 
 def save_model(policy, tokenizer, folder):
     """For transformers and vLLM, LoRA merged"""
-    config, dtype = copy.deepcopy(policy.model.config), policy.compute_dtype
+    config = copy.deepcopy(policy.model.config)
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        shell = AutoModelForCausalLM.from_config(config, dtype=policy.compute_dtype)
     shell.generation_config = GenerationConfig(  # samples, and ends, as in training
         do_sample=True, top_k=0, eos_token_id=policy.stop_ids or None)
     tied = "lm_head.weight" if config.tie_word_embeddings else None
-    # All ranks go through the loop: full_weights() gathers.
-    weights = {name: weight.detach().to("cpu", dtype) for name, weight in full_weights(policy)
-               if RANK == 0 and name != tied}
+    weights = {}
+    for name, weight in full_weights(policy):  # on all ranks: it gathers
+        if RANK == 0 and name != tied:
+            weights[name] = weight.detach().to("cpu", policy.compute_dtype)
     if RANK == 0:
         with written_whole(folder) as temporary:
             shell.save_pretrained(temporary, state_dict=weights)
@@ -1899,52 +1542,27 @@ TRAINED = dataclasses.replace(WHOLE, ignore_frozen_params=True, strict=False)
 
 
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
-    """What a resumed run needs. The last two are kept."""
     saved = {"weights": state_dicts.get_model_state_dict(policy, options=TRAINED), "moments": None,
-             "ref": None, "state": vars(state)}
+             "ref": None, "state": {}}
+    for name, value in vars(state).items():
+        saved["state"][name] = value.item() if isinstance(value, np.generic) else value
     if optimizer.state:  # torch would fill an empty one by a step
         saved["moments"] = state_dicts.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
-    if state.ref_step and ref_model:
+    if state.ref_step:
         saved["ref"] = state_dicts.get_model_state_dict(ref_model, options=WHOLE)
     if RANK == 0:
-        newest = folder / f"checkpoint/step_{state.step:08d}.pt"
-        with written_whole(newest) as path:
-            torch.save(saved, path)
-        paths = checkpoints(folder)
-        kept = [path for path in paths if path <= newest][-2:]
-        for path in set(paths) - set(kept):  # later ones could not be read
-            path.unlink()
+        with written_whole(folder / "checkpoint.pt") as temporary:
+            torch.save(saved, temporary)
 
 
-def checkpoints(folder):
-    """-> paths, in the order of their steps"""
-    return sorted(Path(folder).glob("checkpoint/step_[0-9]*.pt"))
-
-
-@contextlib.contextmanager
-def saved_if_it_fails(checkpoint_parts):
-    """An error in reward_fn or reply(), raised on all ranks, loses no finished step."""
-    try:
-        yield
-    except UserError:
-        save_checkpoint(*checkpoint_parts)
-        raise
-
-
-def load_checkpoint(folder):
-    """-> the newest intact checkpoint; None if nothing was saved. No code in it is run."""
-    for path in reversed(checkpoints(folder)):
-        try:
-            if zipfile.ZipFile(path).testzip():
-                raise ValueError("wrong checksum")
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            print(f"resuming {folder} after step {saved['state']['step']}")
-            return saved
-        except Exception as error:
-            print(f"!!! {path} is damaged ({error!s:.100})")
-    if checkpoints(folder) or Path(folder, "model").exists():
-        raise UserError(f"no intact checkpoint in {folder}: it cannot continue")
-    print(f"no checkpoint in {folder}: starting at step 0")
+def load_checkpoint(cfg):
+    """-> the checkpoint of the run to resume, or None. No code in it is run."""
+    path = Path(cfg.resume, "checkpoint.pt")
+    if not cfg.resume or not path.exists():
+        return None
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    print(f"resuming {cfg.resume} after step {saved['state']['step']}")
+    return saved
 
 
 def restore(saved, policy, optimizer, ref_model, state):
@@ -1954,10 +1572,7 @@ def restore(saved, policy, optimizer, ref_model, state):
     if saved["ref"] and ref_model:
         state_dicts.set_model_state_dict(ref_model, saved["ref"], options=WHOLE)
     vars(state).update(saved["state"])
-    if state.ref_step and ref_model and not saved["ref"]:  # the penalty was off for a while
-        print("!!! the refreshed reference is gone: the KL is that to the starting model")
-        state.ref_step = 0
-    saved.clear()
+    saved.clear()  # frees its memory
 
 
 def catch_signals():
@@ -1967,158 +1582,132 @@ def catch_signals():
     def handler(number, frame):
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after this step; Ctrl-C again quits unsaved")
+        print("\nstopping after this step; press Ctrl-C again to quit without saving")
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
-    # A child of reward_fn can be terminated.
+    # A process that reward_fn starts can still be terminated.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return received
 
 
 # ---- 6. Settings: command line, checks, run folder
 
-# These cannot change on resume.
-FIXED = ("model_id lora_rank seed task eval_task prompt n_eval max_prompt_tokens n_numbers "
-         "max_number operations").split()
+# The file that has the reward; in a notebook this one
+SCRIPT = Path(getattr(sys.modules["__main__"], "__file__", __file__)).absolute()
 
 
 def read_arguments(argv):
-    """["--lr=1e-5", "--seed", "1", "--compile"] -> {"lr": "1e-5", "seed": "1", "compile": "True"}
-    """
-    given, words = {}, list(map(str, argv))
-    while words:
-        name, has_value, value = words.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise UserError(f"cannot read {name!r}: write --name=value (see --help)")
-        if not has_value:
-            value = words.pop(0) if words and not words[0].startswith("--") else "True"
-        given[name[2:]] = os.path.expanduser(value)
+    """["--lr=1e-5", "--compile"] -> {"lr": "1e-5", "compile": "True"}"""
+    given = {}
+    for word in argv:
+        match = re.fullmatch("--([a-z_]+)(=.*)?", word, re.DOTALL)
+        if not match:
+            raise UserError(f"cannot read {word!r}: write --name=value (see --help)")
+        given[match[1]] = (match[2] or "=True")[1:]
     return given
 
 
 def settings_of_run(typed):
-    """-> the settings of the run to resume, with what was typed"""
-    is_latest = typed["resume"] in ("latest", "True")  # also for a bare --resume
-    folder = Path(typed.get("out_dir", "out"), "latest") if is_latest else Path(typed["resume"])
+    """-> the settings of the run to resume; those typed take their place"""
+    folder = Path(typed["resume"])
+    if typed["resume"] in ("latest", "True"):  # also for a bare --resume
+        folder = Path(typed.get("out_dir", "out"), "latest")
     try:
-        saved = dict(json.loads((folder / "config.json").read_text()))
-        script = Path(saved.pop("script"))
-        del saved["reward_fn"]  # is for sample.py
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        saved = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
         raise UserError(f"no run to resume in {folder} ({error!r})") from None
-    if script.name != Path(started_script()).name:
+    script = saved.pop("script")
+    if script != SCRIPT.name:
         raise UserError(f"this run has the reward of {script}: resume it with that")
-    changed = SimpleNamespace(**saved)
-    names = typed.keys() & saved.keys() - {"resume", "out_dir"}
-    override(changed, {name: typed[name] for name in names})
-    for name, value in vars(changed).items():
-        if value != saved[name]:
-            if name in FIXED:
-                raise UserError(f"{name} cannot change on resume: it is {saved[name]}")
-            print(f"changed on resume: {name} {saved[name]} -> {value}")
     return saved | typed | {"resume": str(folder.resolve())}
 
 
-def started_script():
-    """-> the file that has the reward; in a notebook this one"""
-    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", __file__))
+def make_on_first_use(cfg):
+    """The tiny model with its problems, and those of Countdown"""
+    if cfg.model_id == "tiny":
+        import tiny
+        print("tiny.py sets", ", ".join(f"{x}={getattr(cfg, x)}" for x in tiny.SETTINGS))
+        if LOCAL_RANK == 0 and not Path("tiny").exists():
+            tiny.main()
+    if cfg.task == "countdown" and LOCAL_RANK == 0 and not Path("countdown").exists():
+        import countdown
+        countdown.main()
+    gather("wait for the first rank")
 
 
 def override(cfg, given):
+    """Each value gets the type of the default."""
+    flags = {"true": True, "1": True, "false": False, "0": False}
     for name, value in given.items():
         if name not in vars(cfg):
-            near = difflib.get_close_matches(name, vars(cfg), 1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists them"
-            raise UserError(f"there is no hyperparameter {name}: {hint}")
+            near = difflib.get_close_matches(name, vars(cfg), 1) or ["--help"]
+            raise UserError(f"there is no hyperparameter {name}: did you mean {near[0]}?")
         default = getattr(cfg, name)
         try:
-            if isinstance(default, bool):
-                value = {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
-            elif type(value) is not type(default):
+            if default == "auto":
+                value = (flags | {"auto": "auto"})[str(value).lower()]
+            elif isinstance(default, bool):
+                value = flags[str(value).lower()]
+            else:
                 value = type(default)(str(value))  # int("0.5") raises, int(0.5) would be 0
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError):
             raise UserError(f"--{name}={value}: expected something like {default}") from None
         setattr(cfg, name, value)
 
 
-MAY_BE_ZERO = ("seed lora_rank save_every min_tokens warmup_steps max_grad_norm kl_coef "
-               "clip_range_high max_minutes ref_update_every").split()
-ABOVE_ZERO = ("n_grpo_steps eval_every n_eval n_numbers max_number rollout_batch_size group_size "
-              "temperature max_tokens max_prompt_tokens max_turns gpu_mem_util lr inner_epochs "
-              "n_minibatches gradient_accumulation_steps tokens_per_microbatch clip_range "
-              "target_kl").split()
+MAY_BE_ZERO = ("seed lora_rank n_grpo_steps eval_every save_every warmup_steps max_grad_norm "
+               "kl_coef target_kl clip_range_high max_minutes ref_update_every kl_warmup_steps "
+               "tokens_per_microbatch").split()
+ABOVE_ZERO = ("n_eval rollout_batch_size temperature max_tokens max_prompt_tokens max_turns lr "
+              "gpu_mem_util inner_epochs n_minibatches clip_range").split()
 
 
-def check_settings(cfg, typed):
+def check_settings(cfg, typed, has_gpu):
     for name in MAY_BE_ZERO + ABOVE_ZERO:
-        lowest, value = 0 if name in MAY_BE_ZERO else 1e-30, getattr(cfg, name)
-        if not lowest <= value < 2**62:
-            raise UserError(f"{name} is out of range: {value}")
-    has_gpu = cfg.device == "cuda" and torch.cuda.is_available()
-    has_kl = cfg.use_kl_penalty and cfg.kl_coef
-    needs_kl = cfg.kl_adaptive or cfg.ref_update_every or cfg.ref_offload
-    if not cfg.use_kl_penalty:
-        named = {name for name in typed if name.startswith(("kl_", "target_kl"))}
-        needs_kl = needs_kl or named - {"kl_adaptive"}
+        value = getattr(cfg, name)
+        if not 0 <= value < 2**62 or (value == 0 and name in ABOVE_ZERO):
+            least = "above 0" if name in ABOVE_ZERO else "0 or more"
+            raise UserError(f"{name}={value}: it must be {least}")
+    needs_kl = [name for name in typed if name.startswith(("kl_", "target_kl", "ref_update"))]
     rules = {
-        "device must be cpu, or cuda with a GPU": cfg.device == "cpu" or has_gpu,
-        "vllm_sleep and ref_offload need a GPU": has_gpu or not (cfg.vllm_sleep or cfg.ref_offload),
+        "offload and vllm_sleep need a GPU": has_gpu or True not in (cfg.offload, cfg.vllm_sleep),
         "loss_type must be grpo, dr_grpo or dapo": cfg.loss_type in ("grpo", "dr_grpo", "dapo"),
-        f"kl_estimator must be one of {', '.join(ESTIMATORS)}": cfg.kl_estimator in ESTIMATORS,
+        "kl_estimator must be k1, k2, k3 or exact": cfg.kl_estimator in ("k1", "k2", "k3", "exact"),
         "kl_in must be loss, or reward with kl_estimator=k1":
             cfg.kl_in == "loss" or (cfg.kl_in, cfg.kl_estimator) == ("reward", "k1"),
-        "the KL penalty is off: set use_kl_penalty and kl_coef": has_kl or not needs_kl,
-        "no ref_update_every or ref_offload with lora_rank":
-            not (cfg.lora_rank and (cfg.ref_update_every or cfg.ref_offload)),
+        f"{', '.join(needs_kl)}: set use_kl_penalty, too": cfg.use_kl_penalty or not needs_kl,
+        "target_kl and ref_update_every need kl_coef":
+            cfg.kl_coef or not (cfg.target_kl or cfg.ref_update_every),
+        "no ref_update_every with lora_rank": not (cfg.lora_rank and cfg.ref_update_every),
         "group_size must be at least 2 and divide rollout_batch_size":
-            cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0,
-        "clip_range and gpu_mem_util must be below 1": max(cfg.clip_range, cfg.gpu_mem_util) < 1,
-        "temperature must be at most 2": cfg.temperature <= 2,
-        "prompt must not be empty": cfg.prompt.strip(),
-        "out_dir must be a folder": cfg.out_dir and not Path(cfg.out_dir).is_file(),
-        "min_tokens must be at most max_tokens": cfg.min_tokens <= cfg.max_tokens,
-        "n_numbers must be 2 to 8": 2 <= cfg.n_numbers <= 8,
-        "operations must be some of +-*/": cfg.operations and not cfg.operations.strip("+-*/"),
-        "with eval_task, both tasks must be files":
-            not cfg.eval_task or "countdown" not in (cfg.task, cfg.eval_task)}
+            cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0}
     for rule, is_kept in rules.items():
         if not is_kept:
             raise UserError(rule)
-    if has_kl and (cfg.kl_in, cfg.kl_estimator, cfg.kl_importance_weight) == ("loss", "k1", False):
+    if cfg.kl_in == "loss" and cfg.kl_estimator == "k1" and not cfg.kl_importance_weight:
         print("!!! unweighted k1 in the loss is no penalty (KL.md)")
 
 
-def start_process_group(device):
-    if (IS_LAUNCHED or device == "cuda") and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        store = None if IS_LAUNCHED else dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD)
-
-
 def make_run_folder(cfg, given):
-    """Rank 0 -> a new folder such as out/0003_lr=1e-4, also called out/latest"""
+    """Rank 0 -> a new folder such as out/0003_lr=1e-4, also called out/latest. config.json and a
+    copy of the script say what was run."""
     if RANK:
         return None
-    out, label = Path(cfg.out_dir), ""
-    for name, value in given.items():
-        word = re.sub(r"[^\w=.+-]", "-", f"_{name}={value.rpartition('/')[2]}", flags=re.ASCII)
-        if name not in ("out_dir", "device") and len(label + word) <= 36:
-            label += word
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        is_made = False
-        while not is_made:
-            paths = out.glob("[0-9][0-9][0-9][0-9]*")
-            numbers = [int(re.match("[0-9]+", path.name)[0]) for path in paths]
-            folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
-            with contextlib.suppress(FileExistsError):  # another run starts at the same time
-                folder.mkdir()
-                is_made = True
-        (folder / "latest").symlink_to(folder.name)
-        (folder / "latest").replace(out / "latest")
-    except OSError as error:
-        raise RunFailed(f"cannot write {out}/latest ({error})") from error
+    out = Path(cfg.out_dir).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    words = [f"_{name}={value.rpartition('/')[2]}" for name, value in given.items()
+             if name != "out_dir"]
+    label = re.sub(r"[^\w=.+-]", "-", "".join(words))[:100]
+    numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
+    folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
+    folder.mkdir()
+    for script in {Path(__file__).absolute(), SCRIPT}:
+        shutil.copy(script, folder)
+    settings = vars(cfg) | {"script": SCRIPT.name}
+    (folder / "config.json").write_text(json.dumps(settings, indent=1))
+    (folder / "latest").symlink_to(folder.name)
+    (folder / "latest").replace(out / "latest")
     print(f"run folder: {folder}")
     return folder
 
@@ -2126,63 +1715,74 @@ def make_run_folder(cfg, given):
 # ---- 7. Quick tests before every run
 
 def test_functions():
-    """The clipped loss by hand; the KL term has the gradient of KL(pi || ref)."""
-    expect = torch.testing.assert_close
-    # Ratios 1, 1.65, 1 and 0.61: the second and the last are clipped.
-    log_pi = torch.tensor([[0.0], [0.5], [0.0], [-0.5]], requires_grad=True)
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    loss, _ = compute_loss(advantages, log_pi, torch.zeros(4, 1), 0.2)
-    expect(loss, torch.tensor([[-1.0], [-1.2], [1.0], [0.8]]))
-    slope, = torch.autograd.grad(loss.sum(), log_pi)
-    expect(slope, torch.tensor([[-1.0], [0.0], [1.0], [0.0]]))
-
-    # Six tokens, sampled from an older policy: the mean of the KL term has the gradient of the KL.
-    generator = torch.Generator().manual_seed(0)
-    logits, ref_logits, shift = torch.randn(3, 6, generator=generator).double()
-    log_pi = logits.requires_grad_().log_softmax(0)
-    log_ref = ref_logits.log_softmax(0)
-    log_old = (logits + 0.3 * shift).log_softmax(0).detach()
-    loss, _ = compute_loss(torch.zeros(6), log_pi[:, None], log_old[:, None], 0.2,
-                           log_ref[:, None], kl_coef=1.0)
-    mean_term = (log_old.exp() * loss[:, 0]).sum()
-    kl = (log_pi.exp() * (log_pi - log_ref)).sum()
-    got, = torch.autograd.grad(mean_term, logits, retain_graph=True)
-    wanted, = torch.autograd.grad(kl, logits)
-    expect(got, wanted)
+    """Four responses to two prompts, in a model whose logits depend on the last token only. The
+    wanted loss and gradient were calculated without this file."""
+    numbers = torch.arange(16.0).view(4, 4)
+    table = (1.5 * torch.sin(numbers)).requires_grad_()
+    old_table = table.detach() + 0.6 * torch.cos(2 * numbers)
+    ref_table = table.detach() + 0.8 * torch.sin(3 * numbers)
+    responses = []
+    for prompt, ids, sampled, reward in (
+            (0, [1, 2, 3], [-1.0, -2.0, -0.5], 1.0), (0, [3, 1], [-0.4, -1.5], 0.0),
+            (2, [1, 0, 2], [-2.5, 0.0, -1.1], 0.3), (2, [2, 3], [-0.9, -1.6], 0.1)):
+        responses.append(Response({"prompt_ids": [prompt]}))
+        responses[-1].add(ids, sampled, True)
+        responses[-1].reward = reward
+    responses[2].mask[1] = False  # a token of reply()
+    batch = make_batch(responses)
+    advantages = group_advantages(torch.tensor([x.reward for x in responses]), 2, True)
+    policy, old, ref_model = (lambda ids, x=x: SimpleNamespace(logits=x[ids])
+                              for x in (table, old_table, ref_table))
+    old_log_probs = get_response_log_probs(old, batch.input_ids, batch.labels, temperature=0.7)
+    for loss_type, estimator, is_weighted, kl_in, *wanted in (
+            ("grpo", "k3", True, "loss", -0.07788, 0.00277, 0.19667),
+            ("dapo", "k1", True, "loss", -0.17799, -0.01317, 0.15764),
+            ("dr_grpo", "k2", False, "loss", -0.02174, 0.00393, 0.11239),
+            ("dapo", "k3", False, "loss", -0.04650, 0.02847, 0.35161),
+            ("grpo", "k1", False, "reward", -0.18955, 0.03030, 0.18025),
+            ("dr_grpo", "exact", True, "loss", -0.04912, -0.00090, 0.09579)):
+        loss, _ = grpo_microbatch_step(
+            policy, batch.input_ids, batch.labels, batch.response_mask, advantages, 1, 0.2,
+            loss_type, 5, ref_model, 0.3, old_log_probs=old_log_probs, clip_range_high=0.28,
+            rollout_log_probs=batch.rollout_log_probs, temperature=0.7, kl_estimator=estimator,
+            kl_importance_weight=is_weighted, kl_in=kl_in)
+        gradient, table.grad = table.grad, None
+        got = torch.stack([loss, (gradient * torch.cos(numbers)).sum(), gradient.norm()])
+        torch.testing.assert_close(got, torch.tensor(wanted), rtol=0, atol=2e-5)
     print("=== All Tests Passed! ===")
 
 
-def run(main):
+def run(main, **defaults):
     """Errors to act on are one line. Ends the process."""
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
-    message, code = "", 0
+    code = 1
     try:
-        main()
+        main(**defaults)
+        code = 0
     except UserError as error:
-        message, code = error, 2
-    except RunFailed as error:
-        message, code = error, 1
-    except OSError as error:
-        message, code = f"cannot write or read: {error}", 1
-    except torch.OutOfMemoryError:
-        message, code = "out of GPU memory: lower tokens_per_microbatch or gpu_mem_util", 1
-    except KeyboardInterrupt:
-        message, code = "stopped at once", 130
-    if code:
-        notes = getattr(message, "__notes__", []) if RANK == 0 else []
-        print(*notes, f"error: {message}", sep="", file=sys.stderr)
-    with contextlib.suppress(Exception):  # it may be closed
-        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except torch.OutOfMemoryError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = " > ".join(frame.name for frame in frames if frame.filename == __file__)
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        print(f"error: out of GPU memory in {where}; {free:.1f} GiB were free. Try, in this order: "
+              "--offload=True, --gradient_checkpointing=True, --vllm_sleep=True, a smaller "
+              "--tokens_per_microbatch, another --gpu_mem_util, --lora_rank=32", file=sys.stderr)
+    except BaseException:  # also a second Ctrl-C
+        traceback.print_exc()
+    sys.stdout.flush()
     os._exit(code)  # a plain exit may hang, or print what libraries did not free
 
 
 def test_and_train():
+    main(only_settings=True)  # a misspelled flag is said first
     try:
         test_functions()
-    except AssertionError as error:
-        raise RunFailed("compute_loss() is no longer PPO's clipped loss with a KL penalty. If you "
-                        "want that, change test_functions(), too") from error
+    except Exception as error:
+        raise UserError("the quick tests fail. If you changed the loss on purpose, change "
+                        f"test_functions(), too: {error!s:.300}") from error
     main()
 
 

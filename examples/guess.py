@@ -2,15 +2,16 @@
 
     python examples/guess.py           train: a 1.5 B model on a GPU, a tiny model on a CPU
     python examples/guess.py --seed=1  all settings of starter.py work
-    python sample.py                   measure the trained model: how often it finds the number
+    python sample.py --script=examples/guess.py    how often the trained model finds the number
 
 What reply() says is the next user message. A game that is not over after max_turns is cut off.
 """
-import random, re, sys
+import json, random, re, sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import starter, tiny
+import starter
+import tiny
 
 PROMPT = """Game {game}. I have chosen a whole number from 1 to 100. Find it in at most 7 guesses.
 After each guess I say higher or lower. Answer with a number only."""
@@ -24,7 +25,8 @@ def read_guess(text):
 
 
 def reply(problem, text):
-    guess, number = read_guess(text), int(problem["answer"])
+    guess = read_guess(text)
+    number = int(problem["answer"])
     if guess is None:
         return "a number:"
     if guess == number:
@@ -36,34 +38,51 @@ def reward_fn(text, problem):
     return float(read_guess(problem["turns"][-1]["content"]) == int(problem["answer"]))
 
 
-starter.reply, starter.reward_fn = reply, reward_fn
+starter.reply = reply
+starter.reward_fn = reward_fn
 
 
 def warm_start_examples(step):
     """Games to 15 of a careless player: one guess in three forgets what was said."""
-    rng, examples = random.Random(f"warm start/{step}"), []
+    rng = random.Random(f"warm start/{step}")
+    examples = []
     for _ in range(64):
-        problem, low, high, text = {"answer": rng.randint(1, 15)}, 1, 15, ""
+        problem = {"answer": rng.randint(1, 15)}
+        low, high = 1, 15
+        text = ""
         for _ in range(4):
-            guess = rng.randint(1, 15) if rng.random() < 0.33 else rng.randint(low, high)
+            is_careless = rng.random() < 0.33
+            guess = rng.randint(1, 15) if is_careless else rng.randint(low, high)
             said = reply(problem, str(guess))
             text += f"{guess}<|end|>{said or ''}"
             if said is None:
                 break
-            low = max(low, guess + 1) if said == "higher:" else low
-            high = min(high, guess - 1) if said == "lower:" else high
+            if said == "higher:":
+                low = max(low, guess + 1)
+            else:
+                high = min(high, guess - 1)
         examples.append((f"{rng.randint(0, 9999)}:", text.removesuffix("<|end|>")))
     return examples
 
 
 def main():
-    rng, highest = random.Random(0), 100 if tiny.has_gpu() else 15
-    tiny.train_example(
-        "guess", [{"game": i, "answer": rng.randint(1, highest)} for i in range(4000)],
-        {"prompt": PROMPT, "max_turns": 7, "max_tokens": 256},
-        {"prompt": "{game}:", "max_turns": 4, "max_tokens": 32, "lr": 4e-4, "n_grpo_steps": 120},
-        warm_start_examples, 150, chat_template=CHAT,
-        new_tokens=[*map(str, range(10, 16)), "higher:", "lower:"])
+    highest = 100
+    settings = {"task": "out/guess.jsonl", "prompt": PROMPT, "max_turns": 7, "max_tokens": 256}
+    if not starter.torch.cuda.is_available():
+        highest = 15
+        settings = tiny.SETTINGS | settings | {
+            "model_id": "out/tiny_guess", "eval_task": "", "prompt": "{game}:", "max_turns": 4,
+            "max_tokens": 32, "lr": 4e-4, "n_grpo_steps": 120}
+    cfg = starter.main(only_settings=True, **settings)  # a misspelled flag is said first
+    if starter.LOCAL_RANK == 0:
+        Path("out").mkdir(exist_ok=True)
+        rng = random.Random(0)
+        rows = [{"game": i, "answer": rng.randint(1, highest)} for i in range(4000)]
+        Path("out/guess.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        if cfg.model_id == "out/tiny_guess" and not Path(cfg.model_id).exists():
+            words = [*map(str, range(10, 16)), "higher:", "lower:"]
+            tiny.main(cfg.model_id, warm_start_examples, 150, new_tokens=words, chat_template=CHAT)
+    starter.main(**settings)
 
 
 if __name__ == "__main__":
