@@ -10,8 +10,8 @@ and 32 tokens). Every response has exactly new_tokens tokens. --model_dir=FOLDER
 Hyperparameters of starter.py can be given, too, such as --use_kl_penalty.
 
 The last line is one JSON object. seconds: medians; train is forward_backward + optimizer +
-ref_log_probs (old ones, too). peak_gib: most memory that torch allocated in an update, device_gib:
-most GPU memory in use. gap: largest mean difference of log-probs between sampler and trainer."""
+ref_log_probs (old ones, too). peak_gib: most memory that torch allocated in an update. gap: largest
+mean difference of log-probs between sampler and trainer."""
 import starter  # first: it answers --help before the slow imports
 import functools, gc, importlib.util, json, random, statistics, subprocess, sys, tempfile
 from pathlib import Path
@@ -137,7 +137,7 @@ class Bench:
     def __init__(self, options):
         self.options = options
         self.steps = []  # seconds per phase, of every step
-        self.peak = self.device_peak = self.gap = 0.0
+        self.peak = self.gap = 0.0
         starter.reward_fn = self.random_reward
         starter.save_model = starter.save_checkpoint = starter.report = self.nothing
         if not options.rollout:
@@ -179,10 +179,6 @@ class Bench:
         started = starter.now()
         result = function(*args)
         self.seconds[phase] += starter.now() - started
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            in_use = (self.options.gpu_gib * GIB or total) - free
-            self.device_peak = max(self.device_peak, in_use)
         return result
 
     def log_train(self, log, step, metrics, cfg):
@@ -202,7 +198,6 @@ class Bench:
         seconds = {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
         return {"n_steps": len(steps), "seconds": seconds, "peak_gib": self.peak / GIB,
                 "peak_without_engine_gib": (self.peak - self.engine) / GIB,
-                "device_gib": self.device_peak / GIB,
                 "gap": self.gap if self.options.rollout else None,
                 **{name: getattr(self.cfg, name) for name in REPORTED}}
 

@@ -249,11 +249,11 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             microbatches = make_microbatches(batch, rows, cfg, policy.is_packed)
             loss = 0.0
             for i, micro in enumerate(microbatches, 1):
-                is_last = i == len(microbatches)
+                is_final = i == len(microbatches)
                 if WORLD == 1 and policy.device.type == "cuda":  # keep the bf16 weights until then
-                    policy.set_reshard_after_backward(is_last or cfg.vllm_sleep)
+                    policy.set_reshard_after_backward(is_final or cfg.vllm_sleep)
                 if WORLD == 1 and cfg.offload:  # gradients travel to host memory once
-                    policy.set_requires_gradient_sync(is_last)
+                    policy.set_requires_gradient_sync(is_final)
                 # divisor takes the place of gradient_accumulation_steps and max_completion_length.
                 _, metadata = grpo_microbatch_step(
                     policy, batch.input_ids[micro], batch.labels[micro],
@@ -1041,6 +1041,9 @@ def choose_layout(policy, longest_row):
     wanted = torch.cat([get_response_log_probs(model, row, row)[0]
                         for row in (ids[:1, :20], ids[1:])])
     policy.train()  # gradient checkpointing needs it
+    for module in model.modules():
+        if any("jitter" in name for name in vars(module)):
+            module.eval()  # no noise in a router
     for attention in attentions:
         with contextlib.suppress(Exception):  # the model may not have this attention
             model.set_attn_implementation(attention)
@@ -1477,12 +1480,9 @@ def log_eval(log, step, metrics, responses):
         sample = {"step": step, "prompt": response.problem["rendered"],
                   "turns": response.problem["turns"], "reward": response.reward}
         log.append("samples.jsonl", sample)
-        log.writer.add_text(f"sample {i}", f"<pre>{html.escape(show(sample))}</pre>", step)
-
-
-def show(sample):
-    turns = [f"{turn['role']}> {turn['content']}" for turn in sample["turns"]]
-    return "\n".join([sample["prompt"], *turns, f"reward {sample['reward']}"])
+        turns = [f"{turn['role']}> {turn['content']}" for turn in sample["turns"]]
+        text = "\n".join([sample["prompt"], *turns, f"reward {sample['reward']}"])
+        log.writer.add_text(f"sample {i}", f"<pre>{html.escape(text)}</pre>", step)
 
 
 def report(folder):

@@ -172,7 +172,7 @@ def test_the_benchmark_ends_with_its_result(tmp_path, on_a_cpu):
     assert seconds["train"] == pytest.approx(sum(
         seconds[phase] for phase in ("forward_backward", "optimizer", "ref_log_probs")))
     assert result["n_steps"] == 1 and 0 < result["gap"] < 1e-3, "sampler and trainer agree"
-    assert result["peak_gib"] == result["peak_without_engine_gib"] == result["device_gib"] == 0
+    assert result["peak_gib"] == result["peak_without_engine_gib"] == 0
     assert (result["offload"], result["vllm_sleep"]) == (False, False), "decided"
     assert result["tokens_per_microbatch"] > 0 and not [*tmp_path.iterdir()], "nothing is left"
 
@@ -210,12 +210,9 @@ def test_the_benchmark_imitates_a_smaller_gpu(tmp_path, on_a_cpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 2**30, 96 * 2**30))
     monkeypatch.setattr(starter, "main", mock.Mock())
     monkeypatch.setattr(bench.Bench, "result", lambda self: self)
-    measured = bench.measure(options, cfg, ["--gpu_mem_util=0.5"], {"lr": 1.0})
+    bench.measure(options, cfg, ["--gpu_mem_util=0.5"], {"lr": 1.0})
     (argv,), work = starter.main.call_args
     assert argv[-1] == "--gpu_mem_util=0.125" and work == {"lr": 1.0}, "half of 24 GiB"
-    measured.seconds = {"optimizer": 0.0}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert measured.timed("optimizer", max, 1, 2) == 2 and measured.device_peak == 4 * 2**30
     with bench.hold_memory(24) as child:  # closes its input and waits
         assert child.poll() is None
     monkeypatch.setattr(bench, "HOLD", "")

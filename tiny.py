@@ -60,7 +60,7 @@ def countdown_examples(step, n=128):
     return [(problem["prompt"], f"<answer>{problem['solution']}</answer>") for problem in problems]
 
 
-def warm_start(model, tokenizer, examples, steps, lr=4e-3, smoothing=0.07):
+def warm_start(model, tokenizer, examples, steps, lr=4e-3):
     """Supervised training on solved problems"""
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.01)
     started = time.time()
@@ -77,7 +77,7 @@ def warm_start(model, tokenizer, examples, steps, lr=4e-3, smoothing=0.07):
         logits = model(rows[:, :-1]).logits
         # Label smoothing keeps the model unsure: GRPO needs variety.
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(),
-                               label_smoothing=smoothing)
+                               label_smoothing=0.07)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -92,7 +92,7 @@ def warm_start(model, tokenizer, examples, steps, lr=4e-3, smoothing=0.07):
 
 
 def main(folder="tiny", examples=countdown_examples, steps=300, new_tokens=(), seed=42,
-         chat_template=ONE_TURN, **options):
+         chat_template=ONE_TURN):
     """Write a tiny model that was warm-started on examples(step)."""
     print(f"making the tiny model in {folder}/ (once, about a minute)", flush=True)
     torch.use_deterministic_algorithms(True)
@@ -104,7 +104,7 @@ def main(folder="tiny", examples=countdown_examples, steps=300, new_tokens=(), s
     if new_tokens:  # a token for each word: easier to learn than letters
         tokenizer.add_tokens(list(new_tokens))
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    warm_start(model, tokenizer, examples, steps, **options)
+    warm_start(model, tokenizer, examples, steps)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     countdown.write(unfinished, seed, **PROBLEMS)
