@@ -1056,24 +1056,24 @@ def choose_layout(policy, longest_row):
 
 def plan_memory(model, cfg, device):
     """Decide what is "auto": does it fit on the GPU?"""
-    needs_offload = needs_sleep = False
+    spare = spare_if_offloaded = math.inf
     if device == "cuda":
         n = model.num_parameters() / WORLD
         free, total = torch.cuda.mem_get_info()
         free += 4 * n if model.device.type == "cuda" else 0  # as if it were not loaded yet
-        # Beside vLLM, the activations of a microbatch and a chunk of logits
-        room = (free - cfg.gpu_mem_util * total - 3.5 * 2**30) / n  # bytes per parameter
+        room = free - cfg.gpu_mem_util * total  # beside vLLM
         # float32 weights, gradients, two moments, bf16 weights, a reference; with LoRA bf16 weights
-        needs_offload = room < (4 if cfg.lora_rank else 20 if cfg.use_kl_penalty else 18)
+        spare = room - n * (4 if cfg.lora_rank else 20 if cfg.use_kl_penalty else 18)
         # bf16 weights and gradients are on the GPU during the update, in any case.
-        needs_sleep = needs_offload and room < (2 if cfg.lora_rank else 6)
-    if cfg.offload == "auto":
-        cfg.offload = needs_offload
-        cfg.gradient_checkpointing |= needs_offload
-    if cfg.vllm_sleep == "auto":
-        cfg.vllm_sleep = needs_sleep
+        spare_if_offloaded = room - n * (2 if cfg.lora_rank else 6)
+    # A microbatch of 20,480 tokens and its chunks of logits need up to 8.5 GiB, of 8,192 3.5 GiB.
     if cfg.tokens_per_microbatch == 0:
-        cfg.tokens_per_microbatch = 8192 if cfg.offload else 20480
+        cfg.tokens_per_microbatch = 8192 if spare < 8.5 * 2**30 else 20480
+    if cfg.offload == "auto":
+        cfg.offload = spare < 3.5 * 2**30
+        cfg.gradient_checkpointing |= cfg.offload
+    if cfg.vllm_sleep == "auto":
+        cfg.vllm_sleep = cfg.offload and spare_if_offloaded < 3.5 * 2**30
     if cfg.offload:
         print(f"{free / 2**30:.1f} GiB of GPU memory free: weights and optimizer in host memory"
               f"{', vLLM sleeps during the update' if cfg.vllm_sleep else ''} (--offload=False "
@@ -1112,6 +1112,8 @@ def compile_and_shard(policy, cfg, device, is_reference=False):
     """Compile the layers, then shard: each GPU keeps a part of the weights, float32 if trained, and
     computes in bf16. Offloaded weights wait in host memory."""
     policy.device = torch.device(device)
+    if cfg.tokens_per_microbatch <= 8192:  # memory is short
+        policy.logits_per_chunk = 2**26
     for parameter in policy.parameters():
         if not parameter.requires_grad:  # buffers (positions) stay float32
             parameter.data = parameter.data.to(policy.compute_dtype)
@@ -1133,7 +1135,6 @@ def compile_and_shard(policy, cfg, device, is_reference=False):
                "mp_policy": MixedPrecisionPolicy(policy.compute_dtype, reduce_dtype=torch.float32)}
     if cfg.offload:
         options["offload_policy"] = CPUOffloadPolicy()
-        policy.logits_per_chunk = 2**26
     for module in (*layers, policy):
         fully_shard(module, **options)
     for buffer in policy.buffers():

@@ -55,7 +55,7 @@ def test_sizes():
         return sum(len(text(pattern).splitlines()) for pattern in patterns)
 
     budgets = [
-        ("starter.py, lines", lines("starter.py"), 1790),
+        ("starter.py, lines", lines("starter.py"), 1791),
         ("starter.py, bytes", len(text("starter.py").encode()), 87_500),
         ("starter.py, columns", max(map(len, text("starter.py").splitlines())), 100),
         ("hyperparameters", len(hyperparameters()), 44),
@@ -1287,17 +1287,19 @@ def test_lora_reference_is_the_model_without_adapters_and_the_sampler_gets_merge
         assert torch.allclose(changed, plain_log_probs(base, batch), atol=1e-4)
 
 
-@pytest.mark.parametrize("gigabytes, lora_rank, offload, sleep", [
-    (141, 0, False, False), (80, 0, False, False), (24, 0, True, False), (16, 0, True, True),
-    (24, 32, False, False)])
+@pytest.mark.parametrize("gigabytes, lora_rank, tokens, offload, sleep", [
+    (141, 0, 20480, False, False), (80, 0, 20480, False, False), (24, 0, 8192, True, False),
+    (16, 0, 8192, True, True), (24, 32, 8192, False, False)])
 def test_what_does_not_fit_is_offloaded_or_sleeps(monkeypatch, capsys, gigabytes, lora_rank,
-                                                  offload, sleep):
+                                                  tokens, offload, sleep):
     """A model of 1.5 B parameters, which is still in host memory"""
     model = SimpleNamespace(num_parameters=lambda: 1.54e9, device=torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0.97 * gigabytes * 2**30,
                                                              gigabytes * 2**30))
-    cfg = settings_of(offload="auto", vllm_sleep="auto", lora_rank=lora_rank, gpu_mem_util=0.4)
+    cfg = settings_of(offload="auto", vllm_sleep="auto", lora_rank=lora_rank, gpu_mem_util=0.4,
+                      tokens_per_microbatch=0)
     starter.plan_memory(model, cfg, "cuda")
+    assert cfg.tokens_per_microbatch == tokens
     assert (cfg.offload, cfg.vllm_sleep, cfg.gradient_checkpointing) == (offload, sleep, offload)
     text = capsys.readouterr().out
     assert ("host memory" in text) == offload and ("vLLM sleeps" in text) == sleep
