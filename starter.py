@@ -149,6 +149,8 @@ def main(argv=None, only_settings=False, **defaults):
     check_settings(cfg, typed, has_gpu)
     if only_settings:
         return cfg
+    if cfg.kl_in == "loss" and cfg.kl_estimator == "k1" and not cfg.kl_importance_weight:
+        print("!!! unweighted k1 in the loss is no penalty (KL.md)")
     device = "cuda" if has_gpu else "cpu"
     is_launched = "LOCAL_RANK" in os.environ  # by torchrun
     if (is_launched or has_gpu) and not dist.is_initialized():
@@ -352,10 +354,11 @@ def final_answer(text):
 def normalize(answer):
     r"""-> a Fraction or a text: $1,200.00 = 1200, \dfrac{1}{2} = .5, 90^\circ = 90"""
     text = str(answer).lower().replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    text = re.sub(r"(?<=[0-9])\s+(?=[0-9])|(?<=[0-9])\s*(?=\\[dt]?frac)", "+", text)  # 2 1/2
     text = re.sub(r"\\left|\\right|\^\\circ|\^\{\\circ\}|\\[,!; ]|\\?[$%]|\s", "", text)
-    text = re.sub(r"\\(?:boxed|text|mathrm)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac(?:([0-9])([0-9])|\{(-?[0-9]+)\}\{([0-9]+)\})", r"\1\3/\2\4", text)
+    text = re.sub(r"\\(?:boxed|text|mathrm)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text).strip("*").rstrip(".")
     if re.fullmatch("[-+./0-9]{1,64}", text):
         with contextlib.suppress(ValueError, ZeroDivisionError):
@@ -369,10 +372,11 @@ OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 def evaluate_expression(text, numbers, operations="+-*/"):
     """-> the exact value of an expression that uses each of `numbers` once, or None"""
+    text = text.strip()
     is_allowed = re.fullmatch(rf"[{re.escape(operations)}() 0-9]{{1,200}}", text)
     if is_allowed and sorted(map(int, re.findall("[0-9]+", text))) == sorted(numbers):
         with contextlib.suppress(Exception):  # no expression, or divides by 0
-            return exact_value(ast.parse(text.strip(), mode="eval").body)  # parsed, never run
+            return exact_value(ast.parse(text, mode="eval").body)  # parsed, never run
 
 
 def exact_value(node):
@@ -542,14 +546,14 @@ def make_microbatches(batch, rows, cfg, is_packed):
     if not is_packed:
         rows = sorted(rows, key=lambda row: -batch.lengths[row])
     parts = []
-    total = math.inf  # tokens of the last part
+    total = 0  # tokens of the last part
     for row in rows:
         size = batch.lengths[row]
         if parts and is_packed and batch.prompts[row] == batch.prompts[parts[-1][-1]]:
             size -= len(batch.prompts[row])  # computed once
         elif parts and not is_packed:
             size = batch.lengths[parts[-1][0]]  # padded to the longest, the first
-        if total + size > cfg.tokens_per_microbatch:
+        if not parts or total + size > cfg.tokens_per_microbatch:
             parts.append([])
             total = 0
             size = batch.lengths[row]
@@ -632,7 +636,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         log_ref = masked(ref_log_probs, mask)
         kl_weight = log_ratio.detach().exp().clamp(max=WEIGHT_CAP)
         # The KL that is logged: k3 weighted by pi/old, both capped so that no token dominates.
-        kl = kl_weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
+        logged_kl = kl_weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
             if kl_estimator != "k1":
                 raise UserError("kl_in=reward needs kl_estimator=k1")
@@ -640,12 +644,13 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
             penalty = compute_kl_divergence(log_pi, log_ref, "k1").detach()
             advantages = advantages - kl_coef * penalty.flip(1).cumsum(1).flip(1)
         elif kl_estimator == "exact" and exact_kl is not None:
-            penalty = kl = masked(exact_kl, mask)
+            penalty = logged_kl = masked(exact_kl, mask)
         elif kl_importance_weight:
             penalty = kl_weight * compute_kl_divergence(log_pi, log_ref, kl_estimator, True)
         else:
             penalty = compute_kl_divergence(log_pi, log_ref, kl_estimator)
-        stats |= {"kl_penalty_mean": penalty, "kl_mean": kl, "kl_max": kl, "kl_min": kl}
+        stats |= {"kl_penalty_mean": penalty, "kl_mean": logged_kl, "kl_max": logged_kl,
+                  "kl_min": logged_kl}
 
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + (clip_range_high or clip_range)) * advantages
@@ -693,8 +698,9 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_we
         slope = l if is_weighted else -torch.expm1(-l)
     else:
         raise UserError("kl_estimator: k1, k2, k3, or exact, which needs the reference model")
-    # Explicit: autograd would overflow, or be 0 beyond the clamp.
-    return value + slope * (log_pi - log_pi.detach())
+    # The gradient is written out: autograd would overflow, or be 0 beyond the clamp.
+    zero = log_pi - log_pi.detach()  # with a gradient of 1
+    return value + slope * zero
 
 
 # In the metadata of a microbatch: name in the log. Means over tokens, but for EXTREMES.
@@ -813,8 +819,9 @@ def play_turn(response, part, task, is_last):
         response.is_over = True  # cut off at max_tokens
         return
     said = reply(response.problem, text) if reply else None
-    response.finished = response.is_over = said is None
-    if response.finished or is_last:
+    response.finished = said is None
+    response.is_over = response.finished
+    if response.is_over or is_last:
         return
     rendered = said
     if is_message:
@@ -1060,7 +1067,8 @@ def plan_memory(model, cfg, device):
     if device == "cuda":
         n = model.num_parameters() / WORLD
         free, total = torch.cuda.mem_get_info()
-        free += 4 * n if model.device.type == "cuda" else 0  # as if it were not loaded yet
+        if model.device.type == "cuda":
+            free += 4 * model.num_parameters()  # as if it were not loaded yet
         room = free - cfg.gpu_mem_util * total  # beside vLLM
         # float32 weights, gradients, two moments, bf16 weights, a reference; with LoRA bf16 weights
         spare = room - n * (4 if cfg.lora_rank else 20 if cfg.use_kl_penalty else 18)
@@ -1261,7 +1269,7 @@ def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=No
         logits = upcast(model(input_ids).logits[mask]) / temperature
         stats = token_stats(logits, labels[mask], ref_logits)
     mask = to_device(mask, stats[0].device)
-    return [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in stats]
+    return [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in stats]  # [M] -> [B, T]
 
 
 def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temperature=1.0):
@@ -1525,7 +1533,7 @@ def save_model(policy, tokenizer, folder):
     config = copy.deepcopy(policy.model.config)
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=policy.compute_dtype)
-    shell.generation_config = GenerationConfig(  # samples, and ends, as in training
+    shell.generation_config = GenerationConfig(  # ends as in training, no top-k
         do_sample=True, top_k=0, eos_token_id=policy.stop_ids or None)
     tied = "lm_head.weight" if config.tie_word_embeddings else None
     weights = {}
@@ -1678,16 +1686,14 @@ def check_settings(cfg, typed, has_gpu):
         "kl_in must be loss, or reward with kl_estimator=k1":
             cfg.kl_in == "loss" or (cfg.kl_in, cfg.kl_estimator) == ("reward", "k1"),
         f"{', '.join(needs_kl)}: set use_kl_penalty, too": cfg.use_kl_penalty or not needs_kl,
-        "target_kl and ref_update_every need kl_coef":
-            cfg.kl_coef or not (cfg.target_kl or cfg.ref_update_every),
+        "target_kl and ref_update_every need kl_coef and use_kl_penalty":
+            (cfg.use_kl_penalty and cfg.kl_coef) or not (cfg.target_kl or cfg.ref_update_every),
         "no ref_update_every with lora_rank": not (cfg.lora_rank and cfg.ref_update_every),
         "group_size must be at least 2 and divide rollout_batch_size":
             cfg.group_size > 1 and cfg.rollout_batch_size % cfg.group_size == 0}
     for rule, is_kept in rules.items():
         if not is_kept:
             raise UserError(rule)
-    if cfg.kl_in == "loss" and cfg.kl_estimator == "k1" and not cfg.kl_importance_weight:
-        print("!!! unweighted k1 in the loss is no penalty (KL.md)")
 
 
 def make_run_folder(cfg, given):
