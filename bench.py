@@ -162,13 +162,13 @@ class Bench:
         self.engine = torch.cuda.memory_allocated() - before
         return llm
 
-    def generate(self, llm, task, prompts, *args):
+    def generate(self, llm, task, responses, temperature):
         self.seconds = {"generate": 0.0, "ref_log_probs": 0.0, "optimizer": 0.0}  # a step begins
         task.stop_ids = []  # no response ends before max_tokens
         if self.options.rollout:
-            parts = self.timed("generate", ORIGINAL.generate, llm, task, prompts, *args)
+            parts = self.timed("generate", ORIGINAL.generate, llm, task, responses, temperature)
         else:
-            shape = (len(prompts), self.options.new_tokens)
+            shape = (len(responses), self.options.new_tokens)
             rows = torch.randint(0, len(task.tokenizer), shape).tolist()
             parts = [(row, [0.0] * len(row)) for row in rows]
         if torch.cuda.is_available():
@@ -189,7 +189,7 @@ class Bench:
         # Microbatches overlap, so they are not timed one by one.
         others = self.seconds["ref_log_probs"] + self.seconds["optimizer"]
         self.seconds["forward_backward"] = metrics["time/train"] - others
-        for phase in ("step", "rollout", "reward", "train", "sync"):
+        for phase in ("step", "rollout", "train", "sync"):
             self.seconds[phase] = metrics[f"time/{phase}"]
         self.steps.append(self.seconds)
 

@@ -1,11 +1,12 @@
-"""Write Countdown problems: make a target from three numbers with + - * /.
+"""Countdown: make a target from three numbers with + - * /. Problems, and whether they are solved.
 
     python countdown.py        writes countdown/train.jsonl and countdown/test.jsonl (seconds)
 
 starter.py calls it on first use. A hash of the numbers and the target decides the file, so the same
 problem in another order is never in both. Edit PROMPT or the calls below for other problems.
 """
-import json, random, zlib
+import ast, contextlib, json, operator, random, re, zlib
+from fractions import Fraction
 from pathlib import Path
 
 PROMPT = (
@@ -41,6 +42,32 @@ def make_problem(rng, split, max_number=10, operations="+-*/", prompt=PROMPT, n_
                                  operations=" ".join(operations))
             return {"numbers": numbers, "target": target, "operations": operations,
                     "prompt": text, "solution": solution}
+
+
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def is_solution(text, problem):
+    """The text is data: parsed, never run."""
+    operations = problem.get("operations", "+-*/")
+    return evaluate_expression(text, problem["numbers"], operations) == problem["target"]
+
+
+def evaluate_expression(text, numbers, operations="+-*/"):
+    """-> the exact value of an expression that uses each of `numbers` once, or None"""
+    text = text.strip()
+    is_allowed = re.fullmatch(rf"[{re.escape(operations)}() 0-9]{{1,200}}", text)
+    if is_allowed and sorted(map(int, re.findall("[0-9]+", text))) == sorted(numbers):
+        with contextlib.suppress(Exception):  # no expression, or divides by 0
+            return exact_value(ast.parse(text, mode="eval").body)
+
+
+def exact_value(node):
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    parts = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return OPERATIONS[type(node.op)](*map(exact_value, parts))
 
 
 def write(folder, seed=0, n_train=10_000, **options):

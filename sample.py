@@ -29,7 +29,7 @@ def find_model(model_id):
                                 "model, such as best/ of a run, with --model_id")
     path = Path(model_id).resolve().parent / "config.json"
     run = json.loads(path.read_text()) if path.exists() else {}
-    return model_id, run if "script" in run else {}
+    return model_id, run if "n_grpo_steps" in run else {}
 
 
 def load_script(path):
@@ -122,18 +122,16 @@ def main(argv=None):
     own = SimpleNamespace(n_samples=8, chat=False, script="")
     starter.override(own, {name: given.pop(name) for name in vars(own) if name in given})
     model_id, run = find_model(given.get("model_id", "out/latest"))
-    script = run.get("script", "starter.py")
-    if script != "starter.py" and not own.script:
-        raise starter.UserError(f"this run has the reward of {script}: give that script, or its"
-                                f" copy --script={Path(model_id).parent / script}")
+    for copy in Path(model_id).resolve().parent.glob("*.py") if run and not own.script else ():
+        if copy.name != "starter.py":
+            raise starter.UserError(f"this run has the reward of {copy.name}: give that script, or"
+                                    f" its copy --script={copy}")
     trainer = load_script(own.script) if own.script else starter
     cfg = read_settings(trainer, given, model_id, run)
-    trainer.make_on_first_use(cfg)
     rows = trainer.read_task(cfg)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy, tokenizer = trainer.init_policy(cfg.model_id, device)
-    policy.to("cpu")  # the sampler has its own weights on the device
-    policy.device = torch.device(device)
+    policy, tokenizer = trainer.init_policy(cfg.model_id)
+    policy.device = torch.device(device)  # that of the sampler, which has its own weights
     cfg.use_vllm = cfg.use_vllm and not own.chat  # torch will do for one response at a time
     llm = trainer.init_vllm(policy, tokenizer, cfg)
     task = trainer.Task(cfg, *rows, tokenizer, policy.stop_ids)

@@ -41,7 +41,7 @@ def run_folder(tmp_path_factory):
 
 
 def write_config(folder, **settings):
-    (folder / "config.json").write_text(json.dumps({"script": "starter.py"} | settings))
+    (folder / "config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture
@@ -109,10 +109,10 @@ def test_sample_asks_for_what_it_needs(tmp_path, monkeypatch, clean):
         sample.main([])
     (tmp_path / "model").mkdir()
     settings = vars(starter.main(["--task=none.jsonl"], only_settings=True))
-    write_config(tmp_path, **settings | {"script": "mine.py"})
+    write_config(tmp_path, **settings)
+    (tmp_path / "mine.py").write_text("import starter\nstarter.reward_fn = max")
     with pytest.raises(starter.UserError, match=f"of mine.py: .* --script={tmp_path}/mine.py"):
         sample.main([f"--model_id={tmp_path}"])
-    (tmp_path / "mine.py").write_text("import starter\nstarter.reward_fn = max")
     with pytest.raises(starter.UserError, match="none.jsonl, line 0"):
         sample.main([f"--model_id={tmp_path}", "--script=mine.py"])
     assert starter.reward_fn is max

@@ -10,6 +10,7 @@ import json, random, re, sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import countdown
 import starter
 import tiny
 
@@ -26,7 +27,7 @@ def reply(problem, text):
     if call is None:
         return "= error"
     numbers = [int(digits) for digits in re.findall("[0-9]+", call[1][:200])]
-    value = starter.evaluate_expression(call[1], numbers)  # exact; parsed, never run
+    value = countdown.evaluate_expression(call[1], numbers)  # exact; parsed, never run
     result = "error" if value is None else value
     # A token such as ">=" ends a turn behind the "=".
     return f" {result}" if "=" in call[2] else f"= {result}"

@@ -175,7 +175,7 @@ def world(request, use, tmp_path):
                      use_vllm=request.param == "vLLM")
     llm = starter.init_vllm(policy, tokenizer, task.cfg)
     assert isinstance(llm, starter.TorchSampler) != task.cfg.use_vllm
-    responses = starter.rollout_with_vllm(llm, task, task.held_out, 6, step=1)
+    responses = starter.rollout_with_vllm(llm, task, task.held_out, 6, 1)
     turn = r"((?!</calc>).)*(</calc>=?|<\|end\|>)" if turn_ends else r"((?!<\|end).)*<\|end\|>"
     return SimpleNamespace(policy=policy, tokenizer=tokenizer, responses=responses, turn=turn)
 
@@ -228,17 +228,18 @@ def test_replies_have_no_loss_and_no_kl(world, estimator):
 @pytest.fixture
 def play(tmp_path, monkeypatch):
     """-> function that plays texts: (responses, what was written with the replies in [], seeds)"""
-    def play(texts, step=3, chat_template=CHAT, **changes):
+    def play(texts, seed=3, chat_template=CHAT, **changes):
         tokenizer = make_tokenizer(["</calc>"], chat_template)
         task = make_task(tmp_path, tokenizer, **changes)
         left = [tokenizer.encode(text) for text in texts]
         all_seeds = []
 
-        def generate(llm, task, prompts, seeds, limits, temperature):
-            all_seeds.extend(seeds)
+        def generate(llm, task, responses, temperature):
             parts = []
-            for prompt, limit in zip(prompts, limits):
-                number = int(re.search("[0-9]", tokenizer.decode(prompt))[0])  # of the problem
+            for response in responses:
+                all_seeds.append(response.seed())
+                number = int(re.search("[0-9]", tokenizer.decode(response.prompt_ids))[0])
+                limit = task.cfg.max_tokens - len(response.ids)
                 ids = []
                 while len(ids) < limit and not {END, CLOSE} & set(ids):
                     ids.append(left[number].pop(0))
@@ -246,7 +247,7 @@ def play(tmp_path, monkeypatch):
             return parts
 
         monkeypatch.setattr(starter, "generate", generate)
-        responses = starter.rollout_with_vllm(None, task, task.held_out[:len(texts)], 1, step)
+        responses = starter.rollout_with_vllm(None, task, task.held_out[:len(texts)], 1, seed)
         shown = ["".join(text if is_chosen else f"[{text}]" for is_chosen, text
                          in parts_of(tokenizer, response)) for response in responses]
         starter.grade(responses, task.cfg.reward_truncated)
@@ -295,5 +296,5 @@ def test_a_reply_may_keep_state_and_wait_for_the_others(use, play):
     use(reply, reward_fn=lambda text, problem: problem["n_calls"] + len(problem["turns"]))
     responses, _, seeds = play(["a<|end|>z<|end|>"] * 4)
     assert [response.reward for response in responses] == [2.0 + 3] * 4
-    others = play(["a<|end|>z<|end|>"] * 4, step=4)[2]
+    others = play(["a<|end|>z<|end|>"] * 4, seed=4)[2]
     assert len({*seeds, *others}) == 16, "no two turns share a seed"
