@@ -286,8 +286,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             state.kl_smooth = 0.0  # the average begins again
         is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < state.minutes))
         if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
-            group = responses[:cfg.group_size]
-            metrics |= evaluate_and_keep_best(policy, llm, task, log, state, group)
+            metrics |= evaluate_and_keep_best(policy, llm, task, log, state, responses)
         log.write(step, metrics)
         is_stopped = any(gather(len(signals)))
         if is_stopped or is_last:
@@ -1239,8 +1238,8 @@ def evaluate_model(llm, task, n=1, temperature=None):
             "eval/avg_output_tokens": np.mean([len(x.ids) for x in responses]),
             "eval/truncated_frac": np.mean([not x.finished for x in responses])}, responses
 
-def evaluate_and_keep_best(policy, llm, task, log, state, group=()):
-    """group: responses of training to show -> metrics"""
+def evaluate_and_keep_best(policy, llm, task, log, state, trained=()):
+    """trained: responses of which a group is shown -> metrics"""
     if not task.cfg.eval_every:
         return {}
     metrics, responses = evaluate_model(llm, task)
@@ -1249,7 +1248,7 @@ def evaluate_and_keep_best(policy, llm, task, log, state, group=()):
     elif metrics["eval/mean_reward"] > state.best_reward:
         save_model(policy, task.tokenizer, log.folder / "best")
     state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
-    group = sorted(group, key=lambda response: response.reward)
+    group = sorted(trained[:task.cfg.group_size], key=lambda response: response.reward)
     log_eval(log, state, metrics, group[-1:] + group[:1] + responses[:2])
     return metrics
 
@@ -1286,7 +1285,8 @@ class Log:
         step = saved["state"]["step"] if saved else -1
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines(True) if path.exists() else []
-        path.write_text("".join(lines[:step + 1]))  # later steps are repeated
+        with written_whole(path) as temporary:
+            temporary.write_text("".join(lines[:step + 1]))  # later steps are repeated
         from torch.utils.tensorboard import SummaryWriter
         self.writer = SummaryWriter(folder.parent / "tb" / folder.name, purge_step=step + 1)
 

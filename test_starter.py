@@ -2000,3 +2000,14 @@ def test_gpu_script_learns_agrees_with_vllm_and_resumes(warm_folder, tmp_path, a
     assert all(row["rollout/logp_gap_mean"] < 0.05 for row in rows[1:])
     rewards = [row["train/reward_mean"] for row in rows[1:]]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:2]) + 0.1 and rows[1]["kl/mean"] < 2e-3
+
+
+@needs_cuda
+@pytest.mark.parametrize("gib, sleeps", [(24, False), (16, True)])
+def test_gpu_that_is_small_trains_the_default_size_offloaded(gib, sleeps):
+    output = subprocess.check_output(
+        [sys.executable, HERE / "bench.py", f"--gpu_gib={gib}", "--prompts=8", "--steps=1",
+         "--warmup=1", "--compile=False"], text=True, timeout=500)
+    result = json.loads(output.splitlines()[-1])
+    assert result["offload"] and result["vllm_sleep"] == sleeps and 0 < result["gap"] < 0.05
+    assert result["peak_gib"] < gib
