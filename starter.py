@@ -65,8 +65,7 @@ def gather(value):
         dist.all_gather_object(values, value)
     return values
 
-def share(items):
-    """-> this rank's part"""
+def share(items):  # of this rank
     return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
 
 def main(argv=None, only_settings=False, **defaults):
@@ -884,7 +883,6 @@ class TorchSampler:
 
     @torch.no_grad()
     def generate(self, task, responses, temperature):
-        """-> as generate()"""
         prompts = [response.prompt_ids + response.ids for response in responses]
         width = max(map(len, prompts))
         rows = [[-1] * (width - len(prompt)) + prompt for prompt in prompts]
@@ -926,10 +924,6 @@ def init_policy(model_id, longest_row=math.inf):
                                                      trust_remote_code=False)
     except Exception as error:
         raise UserError(f"cannot load the model {model_id!r}: {error!r:.200}") from None
-    for module in model.modules():  # nothing random, even in train() mode
-        for key, value in [*vars(module).items()]:
-            if (key == "p" or "drop" in key or "jitter" in key) and isinstance(value, int | float):
-                setattr(module, key, 0.0)
     policy = Policy(model, find_stop_ids(model, tokenizer))
     choose_layout(policy, longest_row)
     return policy, tokenizer
@@ -951,7 +945,13 @@ def choose_layout(policy, longest_row):
     labels[0, 20:] = -100  # the first row is shorter
     model.eval().set_attn_implementation("eager")
     wanted = get_response_log_probs(model, ids, labels)  # of the model's own output layer
-    policy.train()  # gradient checkpointing needs it
+    policy.train()  # gradient checkpointing needs it; but nothing random
+    for module in model.modules():
+        for key, value in [*vars(module).items()]:
+            if "jitter" in key:
+                module.eval()
+            elif (key == "p" or "drop" in key) and isinstance(value, int | float):
+                setattr(module, key, 0.0)
     for attention in attentions:
         with contextlib.suppress(Exception):  # the model may not have this attention
             model.set_attn_implementation(attention)
