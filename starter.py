@@ -356,16 +356,16 @@ def read_task(cfg):
     if eval_path:
         held_out = read_problems(eval_path, cfg.prompt)
     else:  # by a hash, so the same for all seeds
-        names = sorted(problems, key=lambda name: zlib.crc32(name.encode()))
-        held_out = {name: problems[name] for name in names[:min(cfg.n_eval, len(names) // 5)]}
-    training = [row for name, row in problems.items() if name not in held_out]
-    held_out = [*held_out.values()][:cfg.n_eval]
-    print(f"{path}: {len(training)} different problems, and {len(held_out)} held out")
-    return training, held_out
+        different = sorted(dict(problems).items(), key=lambda item: zlib.crc32(item[0].encode()))
+        held_out = different[:min(cfg.n_eval, len(different) // 5)]
+    names = {name for name, _ in held_out}
+    training = [row for name, row in problems if name not in names]
+    print(f"{path}: {len(training)} rows; {len(problems) - len(training)} more are held out")
+    return training, [row for _, row in held_out[:cfg.n_eval]]
 
 def read_problems(path, template):
-    """A JSONL file -> {prompt and answer: row}. Rows that have both in common are one problem."""
-    problems = {}
+    """A JSONL file -> [(prompt and answer, row), ...]"""
+    problems = []
     number = 0
     try:
         for number, line in enumerate(open(path, encoding="utf-8-sig"), 1):
@@ -377,7 +377,7 @@ def read_problems(path, template):
             if "answer" in row:
                 row["answer"] = str(row["answer"]).rpartition("####")[2].strip()  # as in GSM8K
             texts = [turn["role"] + turn["content"] for turn in row["prompt"]]
-            problems[f"{texts} {row.get('answer')}"] = row
+            problems.append((f"{texts} {row.get('answer')}", row))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path}, line {number}: {error!r}. A line is an object with prompt (or "
                         f"the fields of --prompt={template!r:.90}) and answer") from None
