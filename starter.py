@@ -152,7 +152,7 @@ def main(argv=None, only_settings=False, **defaults):
     rows = read_task(cfg)
     saved = None
     path = Path(cfg.resume, "checkpoint.pt")
-    if cfg.resume and path.exists():
+    if cfg.resume and path.exists():  # otherwise it begins again
         saved = torch.load(path, map_location="cpu", weights_only=True)
         print(f"resuming {cfg.resume} after step {saved['state']['step']}")
         if saved["state"]["step"] >= cfg.n_grpo_steps:
@@ -174,11 +174,12 @@ def main(argv=None, only_settings=False, **defaults):
           f"{'packed' if policy.is_packed else 'padded (slower)'}, KL penalty {kl_coef or 'off'}")
     llm = init_vllm(policy, tokenizer, cfg)
     folder = Path(gather(cfg.resume or make_run_folder(cfg, given))[0])
-    log = Log(folder, saved)
+    log = Log(folder, cfg, saved)
     train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved)
     print(f"\n  try it    python sample.py --model_id='{folder}/model'\n"
-          f"  curves    tensorboard --logdir '{folder.parent}/tb'\n"
-          f"  continue  python '{sys.argv[0]}' --resume='{folder}'")
+          f"  curves    tensorboard --logdir '{folder.parent}/tb'")
+    if (folder / "checkpoint.pt").exists():
+        print(f"  continue  python '{sys.argv[0]}' --resume='{folder}'")
 
 def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
     # update_weights() sets the learning rate, of every group.
@@ -310,7 +311,7 @@ def reward_fn(generated_text, ground_truth):
     answer = final_answer(generated_text)
     if answer is None:
         return 0.0
-    if "target" in ground_truth:  # Countdown
+    if {"numbers", "target"} <= ground_truth.keys():  # Countdown
         from countdown import is_solution
         is_right = is_solution(answer, ground_truth)
     else:
@@ -360,7 +361,7 @@ def read_task(cfg):
         held_out = different[:min(cfg.n_eval, len(different) // 5)]
     names = {name for name, _ in held_out}
     training = [row for name, row in problems if name not in names]
-    print(f"{path}: {len(training)} rows; {len(problems) - len(training)} more are held out")
+    print(f"{path}: {len(training)} of {len(problems)} rows, without those that are held out")
     return training, [row for _, row in held_out[:cfg.n_eval]]
 
 def read_problems(path, template):
@@ -962,13 +963,12 @@ def choose_layout(policy, longest_row):
 def plan_memory(model, cfg, device):
     """Decide what is "auto": does it fit on the GPU?"""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else (math.inf, 0)
-    room = free - cfg.gpu_mem_util * total  # beside vLLM
+    free = min(gather(free))  # one decision for all ranks
+    room = (free - cfg.gpu_mem_util * total) / 2**30  # GiB beside vLLM
+    size = model.num_parameters() / WORLD / 2**30
     # float32 weights, gradients and two moments, bf16 weights. LoRA: bf16 weights, twice
     needed = (4 if cfg.lora_rank else 18) + 2 * cfg.use_kl_penalty
-    # If offloaded, bf16 weights and gradients are still on the GPU during the update.
-    least = 2 if cfg.lora_rank else 6
-    spare, most_spare = ((room - n * model.num_parameters() / WORLD) / 2**30
-                         for n in (needed, least))
+    spare = room - needed * size
     # A microbatch of 20,480 tokens and its chunks of logits need up to 8.5 GiB, of 8,192 3.5 GiB.
     if cfg.tokens_per_microbatch == 0:
         cfg.tokens_per_microbatch = 8192 if spare < 8.5 else 20480
@@ -976,7 +976,8 @@ def plan_memory(model, cfg, device):
         cfg.offload = spare < 3.5
         cfg.gradient_checkpointing |= cfg.offload
     if cfg.vllm_sleep == "auto":
-        cfg.vllm_sleep = cfg.offload and most_spare < 3.5
+        # Offloaded bf16 weights and gradients are still on the GPU during the update.
+        cfg.vllm_sleep = cfg.offload and room - (2 if cfg.lora_rank else 6) * size < 3.5
     if cfg.offload:
         print(f"{free / 2**30:.1f} GiB of GPU memory free: weights and optimizer in host memory "
               f"(--offload=False keeps them on the GPU), vllm_sleep={cfg.vllm_sleep}")
@@ -1011,7 +1012,6 @@ def compile_and_shard(policy, cfg, device):
         policy.chunk_stats = torch.compile(chunk_stats, dynamic=True)
     if device == "cpu" and WORLD == 1:
         return
-    # On one GPU the bf16 weights stay during the update, unless memory is short.
     options = {"mesh": dist.init_device_mesh(device, (WORLD,)),
                "reshard_after_forward": not policy.training or WORLD > 1 or cfg.vllm_sleep,
                "mp_policy": MixedPrecisionPolicy(policy.compute_dtype, reduce_dtype=torch.float32)}
@@ -1189,13 +1189,12 @@ def pack(input_ids, labels, mask, device):
     return inputs | {"longest": int(max(n_keys))}, predictors, to_device(labels[mask], device)
 
 def pad(input_ids, labels, mask, device):
-    """-> as pack(): rows with targets. As every layer is causal, no mask is needed."""
-    is_used = mask.any(1)
+    """-> as pack(). As every layer is causal, no mask is needed."""
     length = int(mask.any(0).nonzero().amax()) + 1 if mask.any() else 0
-    ids = input_ids[is_used, :length]
+    ids = input_ids[:, :length]
     if length == 0:
         ids = torch.zeros(1, 2, dtype=torch.long)  # as in pack(); with one token RWKV stops short
-    predictors = mask[is_used, :length].flatten().nonzero()[:, 0]
+    predictors = mask[:, :length].flatten().nonzero()[:, 0]
     ids, predictors, targets = (to_device(x, device) for x in (ids, predictors, labels[mask]))
     return {"input_ids": ids}, predictors, targets
 
@@ -1278,10 +1277,12 @@ def step_metrics(responses, details, group_size, kl_coef):
 class Log:
     """The records of a run, written by rank 0"""
 
-    def __init__(self, folder, saved=None):
+    def __init__(self, folder, cfg, saved=None):
         self.folder = folder
         if RANK:
             return
+        with written_whole(folder / "config.json") as temporary:
+            temporary.write_text(json.dumps(vars(cfg), indent=1))
         step = saved["state"]["step"] if saved else -1
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines(True) if path.exists() else []
@@ -1374,7 +1375,7 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
              "ref": None, "state": json.loads(json.dumps(vars(state)))}  # plain numbers only
     if optimizer.state:  # torch would fill an empty one by a step
         saved["moments"] = state_dicts.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
-    if state.ref_step:
+    if state.ref_step and ref_model:
         saved["ref"] = state_dicts.get_model_state_dict(ref_model, options=WHOLE)
     if RANK == 0:
         with written_whole(folder / "checkpoint.pt") as temporary:
@@ -1480,7 +1481,6 @@ def make_run_folder(cfg, given):
     folder.mkdir(parents=True)
     for script in {__file__, getattr(sys.modules["__main__"], "__file__", __file__)}:
         shutil.copy(script, folder)
-    (folder / "config.json").write_text(json.dumps(vars(cfg), indent=1))
     (folder / "latest").symlink_to(folder.name)
     (folder / "latest").replace(out / "latest")
     print(f"run folder: {folder}")
