@@ -152,6 +152,8 @@ def main(argv=None, only_settings=False, **defaults):
     rows = read_task(cfg)
     saved = None
     path = Path(cfg.resume, "checkpoint.pt")
+    if cfg.resume and not path.exists() and Path(cfg.resume, "model").exists():
+        raise UserError("this run has no checkpoint (save_every was 0)")
     if cfg.resume and path.exists():  # otherwise it begins again
         saved = torch.load(path, map_location="cpu", weights_only=True)
         print(f"resuming {cfg.resume} after step {saved['state']['step']}")
@@ -286,7 +288,13 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             state.kl_smooth = 0.0  # the average begins again
         is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < state.minutes))
         if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
-            metrics |= evaluate_and_keep_best(policy, llm, task, log, state, responses)
+            try:
+                metrics |= evaluate_and_keep_best(policy, llm, task, log, state, responses)
+            except Exception:  # as above
+                log.write(step, metrics)
+                if WORLD == 1:
+                    save_checkpoint(*parts)
+                raise
         log.write(step, metrics)
         is_stopped = any(gather(len(signals)))
         if is_stopped or is_last:
@@ -689,9 +697,7 @@ def adapt_kl_coef(state, kl, cfg):
 
 # ---- 3. Sampler: turns, vLLM in this process, the stand-in
 
-class Response:
-    """Filled turn by turn, then graded"""
-
+class Response:  # filled turn by turn, then graded
     def __init__(self, problem, name=""):
         self.problem = copy.deepcopy(problem) | {"turns": []}  # reply() may change it
         self.name = name  # for the seed
@@ -748,10 +754,8 @@ def play_turn(response, part, task, is_last):
         return
     rendered = said
     if is_message:
-        rendered = render_reply(said, task.tokenizer)
-        end = task.tokenizer.decode(ids[-1:])
-        if rendered.lstrip().startswith(end):  # it is there already
-            rendered = rendered.lstrip().removeprefix(end)
+        end = task.tokenizer.decode(ids[-1:])  # it is there already
+        rendered = render_reply(said, task.tokenizer).lstrip().removeprefix(end)
     reply_ids = task.tokenizer.encode(rendered, add_special_tokens=False)
     if len(response.ids) + len(reply_ids) >= task.cfg.max_tokens:
         response.finished = False
@@ -1177,8 +1181,7 @@ def pack(input_ids, labels, mask, device):
             key_slots += slots
             n_keys.append(end)
             n_queries.append(end - begin)
-    if not ids:
-        # Every rank must run the model: without rows, on a dummy token.
+    if not ids:  # every rank must run the model: on a dummy token
         ids, positions, key_slots, n_keys, n_queries = [0], [0], [0], [1], [1]
     numbers = {"input_ids": [ids], "position_ids": [positions], "key_slots": key_slots,
                "key_starts": np.cumsum([0, *n_keys]), "query_starts": np.cumsum([0, *n_queries]),
@@ -1274,9 +1277,7 @@ def step_metrics(responses, details, group_size, kl_coef):
             metrics[name] = float(fold(values) if fold else np.average(values, weights=weights))
     return metrics
 
-class Log:
-    """The records of a run, written by rank 0"""
-
+class Log:  # the records of a run, written by rank 0
     def __init__(self, folder, cfg, saved=None):
         self.folder = folder
         if RANK:
@@ -1314,8 +1315,6 @@ def log_train(log, step, metrics, cfg):
                  "KL coef: {train/kl_coef:.2g}")
     minutes_left = (cfg.n_grpo_steps - step) * metrics["time/step"] / 60
     print(line.format(**{"train/entropy": "-"} | metrics, step=step, minutes_left=minutes_left))
-    if metrics["train/frac_groups_zero_std"] == 1 and not metrics["train/kl_coef"]:
-        print("!!! equal rewards in all groups: no gradient")
     if metrics["train/truncated_frac"] > 0.5 and not cfg.reward_truncated:
         print("!!! most responses are cut off and earn 0: raise max_tokens (or max_turns)")
 
@@ -1475,7 +1474,7 @@ def make_run_folder(cfg, given):
         return None
     out = Path(cfg.out_dir).absolute()
     words = [f"_{name}={value.rpartition('/')[2]}" for name, value in given.items()]
-    label = re.sub(r"[^\w=.+-]", "-", "".join(words))[:100]
+    label = re.sub(r"[^\w=.+-]", "-", "".join(words))[:80]
     numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
     folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
     folder.mkdir(parents=True)
@@ -1525,7 +1524,6 @@ def test_functions():
     print("=== All Tests Passed! ===")
 
 def run(main):
-    """Errors to act on are one line. Ends the process."""
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     code = 1
