@@ -80,7 +80,7 @@ def main(argv=None, only_settings=False, **defaults):
         lora_rank=0,  # above 0: train adapters only; they need about 10 x lr
         gradient_checkpointing=has_gpu,  # half the memory, a quarter more time
         compile=has_gpu,
-        offload="auto",  # weights and optimizer in host memory; auto: if the GPU is too small
+        offload="auto",  # weights and optimizer in host memory; auto: if they do not fit
         # run
         seed=42,
         out_dir="out",  # the run gets a folder in it
@@ -104,7 +104,7 @@ def main(argv=None, only_settings=False, **defaults):
         max_turns=10,  # of the model, if there is a reply()
         reward_truncated=False,  # False: a response that is cut off earns 0 at most
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
-        vllm_sleep="auto",  # free it during the update; auto: if the GPU is too small
+        vllm_sleep="auto",  # free it during the update; auto: if nothing else fits
         # update
         lr=2e-6,
         warmup_steps=10,  # lr rises linearly
@@ -125,7 +125,7 @@ def main(argv=None, only_settings=False, **defaults):
         kl_in="loss",  # or "reward", with k1
         kl_warmup_steps=0,  # kl_coef rises linearly
         target_kl=0.0,  # nats per token; above 0: kl_coef is adapted to reach it
-        ref_update_every=0,  # steps between refreshes of the reference; 0: none
+        ref_update_every=0,  # steps; 0: the reference stays the starting model
     )
     # ----
     override(cfg, defaults)
@@ -247,7 +247,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             for i, micro in enumerate(microbatches, 1):
                 is_final = i == len(microbatches)
                 if WORLD == 1 and policy.device.type == "cuda":
-                    # The bf16 weights stay until then; offloaded gradients travel once.
+                    # The bf16 weights stay; offloaded gradients travel once.
                     policy.set_reshard_after_backward(is_final or cfg.vllm_sleep)
                     policy.set_requires_gradient_sync(is_final or not cfg.offload)
                 # divisor takes the place of gradient_accumulation_steps and max_completion_length.
@@ -353,7 +353,7 @@ def normalize(answer):
     return text
 
 def read_task(cfg):
-    """-> (rows to train on, held-out rows): those of eval_task, or up to a fifth of the file"""
+    """-> (rows to train on, held-out rows: of eval_task, or up to a fifth of the file)"""
     for name in {"tiny", "countdown"} & {cfg.model_id, cfg.task}:
         if LOCAL_RANK == 0 and not Path(name).exists():
             importlib.import_module(name).main()
@@ -403,7 +403,7 @@ class Task:
         self.held_out = self.encode(held_out)
 
     def encode(self, rows):
-        """-> those that are not too long, with their tokens"""
+        """-> those that are not too long"""
         encoded = []
         longest = 0
         for number, row in enumerate(rows):
@@ -421,7 +421,7 @@ class Task:
         return encoded
 
     def problems(self, first):
-        """-> those of a step, from number `first` on; another order in every epoch"""
+        """-> those of a step; another order in every epoch"""
         problems = []
         for number in range(first, first + self.cfg.rollout_batch_size // self.cfg.group_size):
             epoch, position = divmod(number, len(self.training))
@@ -441,7 +441,7 @@ def render_chat(messages, tokenizer):
                                          enable_thinking=False)
 
 def render_reply(said, tokenizer):
-    """-> what the chat template puts between a turn of the model and its next one"""
+    """-> what the chat template puts between two turns of the model"""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MODELS_TURN"},
                 {"role": "user", "content": said}]
     _, is_shown, text = render_chat(messages, tokenizer).partition("MODELS_TURN")
@@ -470,7 +470,7 @@ def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
     return torch.where(is_flat, 0.0, advantages).flatten()
 
 def make_batch(responses):
-    """-> [B, T] tensors in host memory, padded on the right. Labels are the next input_ids."""
+    """-> [B, T] tensors, padded on the right. Labels are the next input_ids."""
     lengths = [len(response.prompt_ids) + len(response.ids) for response in responses]
     tokens = torch.zeros(len(responses), max(lengths, default=2), dtype=torch.long)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)  # tokens that the model chose
@@ -576,7 +576,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     log_old = masked(old_log_probs, mask).detach()
     advantages = masked(advantages[:, None] if advantages.dim() == 1 else advantages, mask)
     log_ratio = log_pi - log_old
-    # exp() must not overflow, and a NaN must reach the gradient; clamp() would stop it.
+    # exp() must not overflow; a NaN must reach the gradient, which clamp() would stop.
     log_ratio = torch.where(log_ratio > LIMIT, LIMIT, log_ratio)
     ratio = log_ratio.exp()
     stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio}
@@ -615,7 +615,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     return torch.where(mask, loss, 0), summarize(stats, mask)
 
 def masked(tensor, mask):
-    """0 outside the mask. For inputs: a NaN there must not reach a gradient."""
+    """0 outside the mask, where a NaN must not reach a gradient"""
     return torch.where(mask, upcast(to_device(tensor, mask.device)), 0)
 
 def upcast(tensor):
@@ -647,7 +647,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", is_we
     zero = log_pi - log_pi.detach()  # with a gradient of 1
     return value + slope * zero
 
-# In the metadata of a microbatch: name in the log. Means over tokens, but for EXTREMES.
+# Name in the metadata: name in the log. Means over tokens, but for EXTREMES.
 TOKEN_METRICS = {
     "entropy": "train/entropy", "clip_fraction": "train/clip_fraction",
     "approx_kl": "train/approx_kl", "kl_penalty_mean": "train/kl_penalty",
@@ -657,7 +657,7 @@ EXTREMES = {"logp_gap_max": max, "kl_max": max, "kl_min": min}
 
 @torch.no_grad()
 def summarize(stats, mask):
-    """{name: [B, T]} -> {name: number over the mask}; 0 for those that are missing"""
+    """{name: [B, T]} -> {name: number over the mask}; 0 for missing ones"""
     summary = dict.fromkeys(TOKEN_METRICS, 0.0) | {"n_tokens": int(mask.sum())}
     if summary["n_tokens"]:
         table = torch.stack([*stats.values()])[:, mask].double()  # [names, tokens]
@@ -680,7 +680,7 @@ def update_weights(policy, optimizer, loss, cfg, state):
         state.lr_factor = 0.1  # doubles with every good update
         if state.skips_in_a_row == 5:
             raise UserError("5 updates in a row were not finite: lower lr")
-    elif norm > 1e-8:  # without a gradient, momentum must not move the weights
+    elif norm > 1e-8:  # momentum alone must not move the weights
         optimizer.step()
         state.lr_factor = min(1.0, 2 * state.lr_factor)
         state.skips_in_a_row = 0
@@ -738,7 +738,7 @@ def rollout_with_vllm(llm, task, problems, n, seed, temperature=None):
     return responses
 
 def play_turn(response, part, task, is_last):
-    """Add what the model wrote and, if the response goes on, what reply() says."""
+    """Add what the model wrote and what reply() says."""
     ids, log_probs = part
     response.add(ids, log_probs, is_chosen=True)
     is_message = ids[-1] in task.stop_ids
@@ -794,7 +794,7 @@ def generate(llm, task, responses, temperature):
     return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
 
 def init_vllm(policy, tokenizer, cfg):
-    """-> vLLM with the policy's weights; TorchSampler if vLLM is not installed or not wanted"""
+    """-> vLLM; TorchSampler if vLLM is not installed or not wanted"""
     llm = None
     try:
         if cfg.use_vllm:
@@ -810,7 +810,7 @@ def init_vllm(policy, tokenizer, cfg):
         llm = TorchSampler(policy)
     load_policy_into_vllm_instance(policy, llm)
     gc.freeze()  # collecting vLLM's objects is slow
-    if policy.device.type == "cuda":  # vLLM sets another number; host tensors are small otherwise
+    if policy.device.type == "cuda":  # threads help only Adam on the CPU
         torch.set_num_threads(os.cpu_count() if cfg.offload else 1)
     return llm
 
@@ -856,7 +856,7 @@ def load_policy_into_vllm_instance(policy, llm):
         raise UserError("vLLM kept its prefix cache")
 
 def checkpoint_weights(policy, has_head):
-    """-> (name, tensor) as in a checkpoint, where for example each expert is apart"""
+    """-> (name, tensor) as in a checkpoint, where each expert is apart"""
     for name, weight in full_weights(policy):
         if has_head or name != "lm_head.weight":
             yield from revert_weight_conversion(policy.model, {name: weight}).items()
@@ -877,7 +877,7 @@ def check_agreement(metrics, details, state, device):
                         " or it computes this model differently (vLLM: try --use_vllm=False)")
 
 class TorchSampler:
-    """A copy of the model, for where there is no vLLM: right and repeatable, not fast"""
+    """A copy of the model, for where there is no vLLM: right, not fast"""
 
     def __init__(self, policy):
         config = copy.deepcopy(policy.model.config)
@@ -935,7 +935,7 @@ def init_policy(model_id, longest_row=math.inf):
 
 @torch.no_grad()
 def choose_layout(policy, longest_row):
-    """Pack rows if that leaves their log-probs as they are, otherwise pad them"""
+    """Pack rows if their log-probs stay the same, otherwise pad them"""
     model = policy.model
     attentions = ["packed", "sdpa", "eager"]
     kinds = set(getattr(model.config, "layer_types", None) or ())  # of layers
@@ -997,7 +997,7 @@ def add_lora(policy, rank, seed):
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names), policy)
 
 def compile_and_shard(policy, cfg, device):
-    """Each GPU keeps a part of the weights, float32 if trained, and computes in bf16."""
+    """Each GPU keeps a part of the weights and computes in bf16."""
     policy.device = torch.device(device)
     if cfg.tokens_per_microbatch <= 8192:  # memory is short
         policy.logits_per_chunk = 2**26
@@ -1075,7 +1075,9 @@ class Policy(torch.nn.Module):
         if targets is None:
             return hidden
         head = output_layer(self.model, self.device)
-        size = max(1, self.logits_per_chunk // len(head[0]))  # the logits never exist whole
+        # The logits never exist whole. Equal chunks: a rest of one token would be compiled anew.
+        n_chunks = len(hidden) * len(head[0]) // self.logits_per_chunk + 1
+        size = max(1, math.ceil(len(hidden) / n_chunks))
         chunks = []
         for start in range(0, max(1, len(hidden)), size):
             part = slice(start, start + size)
@@ -1145,7 +1147,7 @@ def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temp
     return response_stats(model, input_ids, labels, mask, temperature)[0]
 
 def to_device(tensor, device):
-    """From pinned memory: the copy does not wait for the GPU."""
+    """Through pinned memory, without waiting for the GPU"""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -1196,7 +1198,7 @@ def pad(input_ids, labels, mask, device):
     length = int(mask.any(0).nonzero().amax()) + 1 if mask.any() else 0
     ids = input_ids[:, :length]
     if length == 0:
-        ids = torch.zeros(1, 2, dtype=torch.long)  # as in pack(); with one token RWKV stops short
+        ids = torch.zeros(1, 2, dtype=torch.long)  # as in pack(); RWKV needs two tokens
     predictors = mask[:, :length].flatten().nonzero()[:, 0]
     ids, predictors, targets = (to_device(x, device) for x in (ids, predictors, labels[mask]))
     return {"input_ids": ids}, predictors, targets
@@ -1319,7 +1321,7 @@ def log_train(log, step, metrics, cfg):
         print("!!! most responses are cut off and earn 0: raise max_tokens (or max_turns)")
 
 def log_eval(log, state, metrics, responses):
-    """The responses go to TensorBoard and samples.jsonl, one also to the console"""
+    """One response goes to the console, all to TensorBoard and samples.jsonl."""
     print(f"  {responses[0].text()!r:.300} has reward {responses[0].reward:g}")
     print(f"Step {state.step} | Held-out accuracy, sampled: {metrics['eval/accuracy']:.1%} "
           f"(at step 0: {state.first_accuracy:.1%}) | Mean reward: "
@@ -1417,7 +1419,7 @@ def read_arguments(argv):
     return given
 
 def settings_of_run(typed):
-    """-> the settings of the run to resume; those typed take their place"""
+    """-> the settings of the run to resume; what is typed wins"""
     folder = Path(typed["resume"])
     if typed["resume"] in ("latest", "True"):  # also for a bare --resume
         folder = Path(typed.get("out_dir", "out"), "latest")
