@@ -86,7 +86,7 @@ def main(argv=None, only_settings=False, **defaults):
         out_dir="out",  # the run gets a folder in it
         resume="",  # a run folder, or "latest"
         n_grpo_steps=100,
-        max_minutes=0.0,  # 0: no limit
+        max_minutes=0.0,  # of this process; 0: no limit
         eval_every=20,  # steps; 0: no evaluation
         n_eval=400,  # held-out problems
         save_every=50,  # steps between checkpoints; 0: only on Ctrl-C or an error in reward_fn
@@ -159,7 +159,6 @@ def main(argv=None, only_settings=False, **defaults):
         print(f"resuming {cfg.resume} after step {saved['state']['step']}")
         if saved["state"]["step"] >= cfg.n_grpo_steps:
             raise UserError("it has finished: set a larger n_grpo_steps")
-
     print(f"loading {cfg.model_id} ...")
     policy, tokenizer = init_policy(cfg.model_id, cfg.max_prompt_tokens + cfg.max_tokens)
     task = Task(cfg, *rows, tokenizer, policy.stop_ids)
@@ -228,7 +227,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
                    if step == 1 or kl_now or advantages[row] != 0]
         minibatches = make_minibatches(cfg, step, len(responses))
 
-        # Log-probs that stay fixed during the update
+        # Log-probs that stay fixed
         fixed = {"rollout_log_probs": batch.rollout_log_probs}
         if len(minibatches) > 1:  # otherwise old is the policy
             fixed["old_log_probs"] = score(policy, batch, trained, cfg)
@@ -286,7 +285,8 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             ref_model.load_state_dict(policy.state_dict())
             state.ref_step = step
             state.kl_smooth = 0.0  # the average begins again
-        is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < state.minutes))
+        minutes = (ended - STARTED) / 60  # of this process
+        is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < minutes))
         if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
             try:
                 metrics |= evaluate_and_keep_best(policy, llm, task, log, state, responses)

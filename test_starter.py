@@ -1858,6 +1858,16 @@ def test_resuming_takes_over_all_settings(run_main, tmp_path):
     assert minutes == sorted(minutes), "they continue"
 
 
+def test_max_minutes_are_those_of_one_process(run_main):
+    folder = run_main("--max_minutes=1e-9")
+    assert len(rows_of(folder)) == 2 and (folder / "model").exists()
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    saved["state"]["minutes"] = 1e6  # of the process before
+    torch.save(saved, folder / "checkpoint.pt")
+    starter.main([f"--resume={folder}", "--max_minutes=1000"])
+    assert rows_of(folder)[3]["time/minutes"] > 1e6
+
+
 @pytest.mark.parametrize("number", [44, 60])
 def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, number):
     """8 calls in an evaluation, 16 in a step: in the evaluation of step 2, or in step 3"""
