@@ -181,9 +181,9 @@ class Bench:
         self.seconds[phase] += starter.now() - started
         return result
 
-    def log_train(self, log, step, metrics, cfg):
+    def log_train(self, step, metrics, cfg):
         """Ends a step."""
-        ORIGINAL.log_train(log, step, metrics, cfg)
+        ORIGINAL.log_train(step, metrics, cfg)
         self.peak = max(self.peak, torch.cuda.max_memory_allocated())
         self.gap = max(self.gap, metrics["rollout/logp_gap_mean"])
         # Microbatches overlap, so they are not timed one by one.

@@ -240,8 +240,8 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             # Rows that are left out count. A mean over ranks, as fully_shard averages gradients.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
-            microbatches = make_microbatches(batch, sorted({*rows} & {*trained}), cfg,
-                                             policy.is_packed)
+            rows = sorted({*rows} & {*trained})
+            microbatches = make_microbatches(batch, rows, cfg, policy.is_packed)
             loss = 0.0
             for i, micro in enumerate(microbatches, 1):
                 is_final = i == len(microbatches)
@@ -278,7 +278,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             "time/train": sync_started - update_started, "time/sync": ended - sync_started,
             "time/step": ended - started, "time/minutes": state.minutes}
         check_agreement(metrics, details, state, policy.device)
-        log_train(log, step, metrics, cfg)
+        log_train(step, metrics, cfg)
         if cfg.target_kl:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
         if cfg.ref_update_every and step % cfg.ref_update_every == 0:
@@ -492,8 +492,9 @@ def make_minibatches(cfg, step, n_rows):
     minibatches = []
     for epoch in range(cfg.inner_epochs):
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sum(counts))
-        for numbers in np.array_split(order - first, cfg.n_minibatches):
-            minibatches.append(sorted(n for n in numbers.tolist() if 0 <= n < n_rows))
+        for numbers in np.array_split(order, cfg.n_minibatches):
+            own = [n - first for n in numbers.tolist() if first <= n < first + n_rows]
+            minibatches.append(sorted(own))
     return minibatches
 
 def make_microbatches(batch, rows, cfg, is_packed):
@@ -716,8 +717,7 @@ class Response:  # filled turn by turn, then graded
         self.log_probs += log_probs
         self.mask += [is_chosen] * len(ids)
 
-    def text(self):
-        """-> what the model said"""
+    def text(self):  # of the model
         return "\n".join(turn["content"] for turn in self.problem["turns"]
                          if turn["role"] == "assistant")
 
@@ -1307,7 +1307,7 @@ class Log:  # the records of a run, written by rank 0
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-def log_train(log, step, metrics, cfg):
+def log_train(step, metrics, cfg):
     line = ("Step {step} | Loss: {train/loss:.4f} | Grad norm: {train/grad_norm:.4f} | "
             "Reward mean: {train/reward_mean:.3f} | Entropy: {train/entropy:.3} | "
             "Tokens: {train/avg_output_tokens:.1f} | rollout {time/rollout:.2f} train "

@@ -1,5 +1,5 @@
 """Each edit of README.md is applied with git, trained with, and has its effect."""
-import contextlib, http.server, json, math, os, shutil, subprocess, sys, threading, types
+import contextlib, http.server, json, math, shutil, subprocess, sys, threading, types
 from pathlib import Path
 
 import pytest
