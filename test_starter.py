@@ -197,7 +197,8 @@ def relative(got, wanted):
 def settings_of(**changes):
     """The hyperparameters, those of the tiny model but for these"""
     cfg = starter.main(["--model_id=tiny"], only_settings=True)
-    defaults = {"seed": 1, "rollout_batch_size": 24, "group_size": 4, "max_tokens": 12,
+    defaults = {"model_id": "none", "seed": 1, "rollout_batch_size": 24, "group_size": 4,
+                "max_tokens": 12,
                 "max_prompt_tokens": 64, "n_eval": 8, "prompt": "{question}=", "task": "file",
                 "eval_task": "", "warmup_steps": 0, "lr": 0.1, "tokens_per_microbatch": 10**6,
                 "reward_truncated": True, "vllm_sleep": False, "compile": False, "offload": False,

@@ -85,7 +85,7 @@ def test_sample_never_measures_problems_that_the_run_was_trained_on(tmp_path, fl
         rows = [{"question": f"{1000 * number + i}", "answer": i} for i in range(200)]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     flags = [re.sub("TASK|OTHER", rf"{tmp_path}/\g<0>", flag) for flag in flags]
-    run = starter.main([f"--task={tmp_path / 'TASK'}", "--n_eval=30"], only_settings=True)
+    run = starter.main(["--model_id=none", f"--task={tmp_path / 'TASK'}", "--n_eval=30"], True)
     write_config(tmp_path, **vars(run))
     model_id, settings = sample.find_model(str(tmp_path / "model"))
     cfg = sample.read_settings(starter, starter.read_arguments(flags), model_id, settings)
