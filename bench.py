@@ -162,11 +162,11 @@ class Bench:
         self.engine = torch.cuda.memory_allocated() - before
         return llm
 
-    def generate(self, llm, task, responses, temperature):
+    def generate(self, llm, task, responses):
         self.seconds = {"generate": 0.0, "ref_log_probs": 0.0, "optimizer": 0.0}  # a step begins
         task.stop_ids = []  # no response ends before max_tokens
         if self.options.rollout:
-            parts = self.timed("generate", ORIGINAL.generate, llm, task, responses, temperature)
+            parts = self.timed("generate", ORIGINAL.generate, llm, task, responses)
         else:
             shape = (len(responses), self.options.new_tokens)
             rows = torch.randint(0, len(task.tokenizer), shape).tolist()

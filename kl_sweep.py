@@ -120,18 +120,18 @@ def measure(folder, start):
     sampler = starter.init_vllm(policy, tokenizer, cfg)
     cfg.task = start / "train.jsonl"
     accuracies = {}
-    for name, temperature in {"sums": 0.0, "test": 1.0}.items():
+    for name, cfg.temperature in {"sums": 0.0, "test": 1.0}.items():
         cfg.eval_task = start / f"{name}.jsonl"
         with contextlib.redirect_stdout(io.StringIO()):
             _, held_out = starter.read_task(cfg)
         task = starter.Task(cfg, held_out, held_out, tokenizer, policy.stop_ids)
-        metrics, responses = starter.evaluate_model(sampler, task, temperature=temperature)
-        accuracies[name] = float(metrics["eval/accuracy"])
+        metrics, responses = starter.evaluate_model(sampler, task)
+        accuracies[name] = metrics["eval/accuracy"].item()
     batch = starter.make_batch(responses)  # of Countdown
     mask = batch.response_mask
-    stats = starter.response_stats(policy, batch.input_ids, batch.labels, mask, 1.0, reference)
-    exact_kl = stats[3][mask].mean().item()
-    return {"accuracy": accuracies["test"], "kl": exact_kl, "second_skill": accuracies["sums"]}
+    kl = starter.response_stats(policy, batch.input_ids, batch.labels, mask, 1.0, reference)[3]
+    return {"accuracy": accuracies["test"], "kl": kl[mask].mean().item(),
+            "second_skill": accuracies["sums"]}
 
 
 def interval(results, name, key, other=""):

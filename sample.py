@@ -82,19 +82,21 @@ def printable(text):
 
 def evaluate(trainer, llm, task, n):
     print(f"sampling {n} responses to each of {len(task.held_out)} held-out problems ...")
-    metrics, responses = trainer.evaluate_model(llm, task, n)
+    _, responses = trainer.evaluate_model(llm, task, n)
     for response in responses[:2 * n:n]:
         print(f"\nreward {response.reward:g}: {printable(response.problem['rendered'])}")
         for turn in response.problem["turns"]:
             print(printable(f"{turn['role']}> {turn['content']}"))
-    print("\nmean reward {eval/mean_reward:.3f}, {eval/truncated_frac:.1%} cut off, "
-          "{eval/avg_output_tokens:.1f} tokens".format(**metrics))
     rewards = np.array([response.reward for response in responses]).reshape(-1, n)
+    cut_off = np.mean([not response.finished for response in responses])
+    length = np.mean([len(response.ids) for response in responses])
+    print(f"\nmean reward {rewards.mean():.3f}, {cut_off:.1%} cut off, {length:.1f} tokens")
     n_right = (rewards >= 0.9).sum(1).tolist()
     for k in (1, 4, 8, 16, 32, 64):
         if k <= n:
             print_share(f"accuracy, pass@{k}", [pass_at_k(n, right, k) for right in n_right])
-    _, responses = trainer.evaluate_model(llm, task, temperature=0.0)
+    task.cfg.temperature = 0.0
+    _, responses = trainer.evaluate_model(llm, task)
     print_share("accuracy, greedy", [response.reward >= 0.9 for response in responses])
 
 

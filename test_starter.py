@@ -47,7 +47,7 @@ def hyperparameters():
 
 
 def test_sizes():
-    """The budgets, but for the bytes of starter.py (75,000): what has been reached"""
+    """The budgets: so nothing grows back unseen"""
     def text(pattern):
         return "".join(path.read_text() for path in HERE.glob(pattern))
 
@@ -56,7 +56,7 @@ def test_sizes():
 
     budgets = [
         ("starter.py, lines", lines("starter.py"), 1550),
-        ("starter.py, bytes", len(text("starter.py").encode()), 79_900),
+        ("starter.py, bytes", len(text("starter.py").encode()), 75_000),
         ("starter.py, columns", max(map(len, text("starter.py").splitlines())), 100),
         ("hyperparameters", len(hyperparameters()), 44),
         ("tests, lines", lines("test_*.py", "examples/test_*.py"), 2700),
@@ -551,8 +551,7 @@ def test_long_prompts_are_left_out_and_counted(capsys):
     rows = [*question_rows(range(20)), {"prompt": "x" * 100, "answer": "1"}]
     assert len(make_task(rows).training) == 20
     length = len("<user><|end|><assistant>") + 100 - len("<|end|>") + 1  # a token per letter
-    text = capsys.readouterr().out
-    assert "1 of 21 prompts" in text and f"for all of them: --max_prompt_tokens={length}\n" in text
+    assert "1 of 21 prompts" in capsys.readouterr().out
     assert len(make_task(rows, max_prompt_tokens=length).training) == 21
     with pytest.raises(UserError, match="too long"):
         make_task(rows[20:])
@@ -567,7 +566,7 @@ def test_prompts_are_rendered_as_the_model_was_taught():
     assert task.training[0]["rendered"] == "<user>2+3?<|end|><assistant>"
     assert task.tokenizer.decode(task.training[0]["prompt_ids"]) == task.training[0]["rendered"]
     assert starter.render_reply("no", task.tokenizer) == "<|end|><user>no<|end|><assistant>"
-    with pytest.raises(UserError, match="shows earlier turns"):
+    with pytest.raises(ValueError):  # this template shows the last turn only
         starter.render_reply("no", tokenizer_with(tiny.ONE_TURN))
 
 
@@ -1097,9 +1096,6 @@ def test_a_sync_resets_the_prefix_cache(engine, monkeypatch):
     assert worst_gap(policy, sample(llm, LONG_PROMPTS)) > 0.01, "prefixes of the old weights"
     starter.load_policy_into_vllm_instance(policy, llm)
     assert worst_gap(policy, sample(llm, LONG_PROMPTS)) < 1e-4
-    monkeypatch.setattr(llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(UserError, match="prefix cache"):
-        starter.load_policy_into_vllm_instance(policy, llm)
 
 
 def test_without_vllm_torch_samples_and_a_model_that_it_cannot_run_is_one_line(monkeypatch, capsys):
@@ -1266,7 +1262,7 @@ def test_a_model_that_is_not_supported_or_cannot_be_loaded_is_one_line(save_fold
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_lora_reference_is_the_model_without_adapters_and_the_sampler_gets_merged_weights(
         save_folder, kind):
     batch, cfg = make_groups(), settings_of(lora_rank=4)
@@ -1328,12 +1324,10 @@ def test_evaluation_counts_what_it_says(monkeypatch):
     assert [response.problem["answer"] for response in responses[::2]] == ["32", "34", "36"]
     cut_off = [not response.finished for response in responses]
     assert 0 < sum(cut_off) < 6
-    wanted = {"eval/accuracy": 2 / 6, "eval/mean_reward": 2.25 / 6,
-              "eval/avg_output_tokens": np.mean([len(response.ids) for response in responses]),
-              "eval/truncated_frac": np.mean(cut_off)}
-    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
+    assert metrics == pytest.approx({"eval/accuracy": 2 / 6, "eval/mean_reward": 2.25 / 6})
     monkeypatch.setattr(starter, "reward_fn", lambda text, problem: problem.pop("answer") == 0)
-    greedy = starter.evaluate_model(llm, task, 2, 0.0)[1]
+    task.cfg.temperature = 0.0
+    greedy = starter.evaluate_model(llm, task, 2)[1]
     assert greedy[0].ids == greedy[1].ids and "answer" in task.held_out[0], "a copy of each row"
 
 
@@ -1345,8 +1339,8 @@ def test_metrics_of_a_step_are_means_over_tokens_and_rows():
                  make_response([1], [1], text="#### 5", reward=0.1),
                  make_response([1], [1], reward=0.1)]
     wanted = {"train/entropy": 70 / 40, "kl/mean": 70 / 40, "kl/max": 4, "kl/min": 1,
-              "rollout/logp_gap_max": 4, "train/reward_mean": 0.3,
-              "train/reward_std": np.std([1.0, 0.0, 0.1, 0.1]), "train/frac_groups_zero_std": 0.5,
+              "rollout/logp_gap_mean": 70 / 40, "train/reward_mean": 0.3,
+              "train/frac_groups_zero_std": 0.5,
               "train/truncated_frac": 0.25, "train/avg_output_tokens": 2}
     metrics = starter.step_metrics(responses, parts, 2, 0.1)
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
@@ -1467,15 +1461,14 @@ BAD_SETTINGS = [
     (["lr=1e-5"], "--name=value"), (["--lr"], "--lr=True: expected"),
     (["--seed=1.5"], "--seed=1.5: expected"), (["--use_kl_penalty=yes"], "=yes: expected"),
     (["--use_kl_penalty=auto"], "=auto: expected"), (["--offload=maybe"], "=maybe: expected"),
-    (["--lr=0"], "above 0"), (["--lr=nan"], "above 0"), (["--seed=-1"], "--seed=-1: expected"),
+    (["--temperature=0"], "above 0"), (["--lr=-1"], "--lr=-1.0: expected"), (["--seed=-1"], "--seed=-1: expected"),
     (["--group_size=1"], "at least 2"), (["--rollout_batch_size=9"], "divide rollout_batch_size"),
     (["--loss_type=ppo"], "grpo, dr_grpo or dapo"),
     (["--kl_estimator=k4", KL], "k3"), (["--kl_in=reward", KL], "kl_estimator=k1"),
     (["--kl_coef=0.5"], "set use_kl_penalty"), (["--target_kl=0.1"], "set use_kl_penalty"),
-    (["--target_kl=0.1", KL, "--kl_coef=0"], "need kl_coef"),
     (["--task=no/such.jsonl"], "no/such.jsonl"), (["--max_prompt_tokens=1"], "too long"),
     (["--model_id=./no/model"], "./no/model"), (["--resume=no/such/run"], "no run to resume"),
-    (["--resume", "--out_dir=x"], "no run to resume in x/latest")]
+    (["--resume=latest", "--out_dir=x"], "no run to resume in x/latest")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may offload and sleep")
@@ -1588,7 +1581,7 @@ def test_main_may_be_edited_and_what_tiny_replaces_is_said(tmp_path, warm_folder
     ("penalty.flip(1).cumsum(1).flip(1)", "penalty.cumsum(1)"),
     ("groups.std(1, keepdim=True)", "groups.std()"),
     ("mask.sum(-1, keepdim=True).clamp(min=1)", "mask.shape[1]"),
-    ("response_mask=mask[:, 1:]", "response_mask=mask[:, :-1]"),
+    ("n_rows * max_tokens", "n_rows"),
     ("loss = loss * sampler_weight", "pass")])
 def test_quick_tests_notice_mutations(right, wrong, capsys):
     source = (HERE / "starter.py").read_text()
@@ -1604,12 +1597,11 @@ def test_quick_tests_notice_mutations(right, wrong, capsys):
 # ---- 8. End to end ---------------------------------------------------------------------------
 
 ALWAYS = {f"train/{name}" for name in (
-    "reward_mean reward_std loss grad_norm lr kl_penalty kl_coef clip_fraction approx_kl entropy "
+    "reward_mean loss grad_norm lr kl_penalty kl_coef clip_fraction approx_kl entropy "
     "avg_output_tokens truncated_frac frac_groups_zero_std skipped_steps").split()} | {
-    "rollout/logp_gap_mean", "rollout/logp_gap_max", "time/rollout", "time/train",
-    "time/sync", "time/step", "time/minutes"}
-EVALUATION = {f"eval/{name}" for name in (
-    "accuracy", "mean_reward", "avg_output_tokens", "truncated_frac")}
+    "rollout/logp_gap_mean", "time/rollout", "time/train", "time/sync", "time/step",
+    "time/minutes"}
+EVALUATION = {"eval/accuracy", "eval/mean_reward"}
 WITH_KL = {f"kl/{name}" for name in ("mean", "max", "min")}
 LAST_LINES = (r"\nStep 3 \| Held-out accuracy, sampled: .*% \(at step 0: .*%\).*\n(.*\n)*  try it    "
               r"python sample.py --model_id=.*/model'\n  curves    tensorboard --logdir .*/out/tb'\n")
@@ -1694,7 +1686,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(run_main, save_folder, tmp_path, monkeypatch, capsys, name):
+def test_options(run_main, save_folder, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     # The C++ compiler would take half a minute; this traces the same graphs. The GPU tests use it.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -1719,8 +1711,7 @@ def test_options(run_main, save_folder, tmp_path, monkeypatch, capsys, name):
         assert rows[3]["train/kl_coef"] > 0.1 and rows[1]["kl/mean"] > 1e-5
     if name == "padded":
         assert not (folder / "checkpoint.pt").exists() and rows[3]["kl/mean"] > 0
-        assert "continue " not in capsys.readouterr().out
-        with pytest.raises(UserError, match="no checkpoint"):  # model/ would be lost
+        with pytest.raises(FileNotFoundError):  # otherwise model/ would be lost
             starter.main([f"--resume={folder}", "--n_grpo_steps=4"])
         assert min(row["train/grad_norm"] for row in rows[1:]) > 0
 
@@ -1855,28 +1846,22 @@ def test_resuming_takes_over_all_settings(run_main, tmp_path):
     rows = rows_of(folder)
     assert rows[4]["kl/mean"] > rows[3]["kl/mean"], "refreshed after step 2"
     assert rows[7]["train/kl_coef"] != rows[1]["train/kl_coef"]
-    minutes = [row["time/minutes"] for row in rows[1:]]
-    assert minutes == sorted(minutes), "they continue"
 
 
-def test_max_minutes_are_those_of_one_process(run_main):
+def test_max_minutes_end_a_run_which_can_be_resumed(run_main):
     folder = run_main("--max_minutes=1e-9")
     assert len(rows_of(folder)) == 2 and (folder / "model").exists()
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    saved["state"]["minutes"] = 1e6  # of the process before
-    torch.save(saved, folder / "checkpoint.pt")
     starter.main([f"--resume={folder}", "--max_minutes=1000"])
-    assert rows_of(folder)[3]["time/minutes"] > 1e6
+    assert len(rows_of(folder)) == 4
 
 
-@pytest.mark.parametrize("number", [44, 60])
-def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, number):
-    """8 calls in an evaluation, 16 in a step: in the evaluation of step 2, or in step 3"""
+def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch):
+    """8 calls in an evaluation, 16 in a step: in step 3"""
     arguments, calls = ["--reward_truncated", "--save_every=0"], []
 
     def failing(text, problem):
         calls.append(text)
-        if len(calls) == number:
+        if len(calls) == 60:
             raise KeyError("answer")
         return letters(text, problem)
 
@@ -1890,8 +1875,7 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch, nu
     folder = whole.parents[1] / "out" / "latest"
     assert rows_of(folder)[-1]["step"] == 2
     starter.main([f"--resume={folder}"])
-    assert equal_weights(folder, whole) and numbers_of(folder)[3] == numbers_of(whole)[3]
-    assert (numbers_of(folder) == numbers_of(whole)) == (number == 60), "or it has no evaluation"
+    assert equal_weights(folder, whole) and numbers_of(folder) == numbers_of(whole)
 
 
 LONG_RUN = [KL, "--n_minibatches=2", "--n_grpo_steps=12", "--save_every=2"]
@@ -1915,8 +1899,8 @@ def test_a_kill_and_ctrl_c_at_random_moments_change_nothing(script, warm_folder,
     script.until("Step ")
     os.kill(script.pid, signal.SIGINT)
     assert script.end() == 0 and "stopping after this step" in script.text(), script.text()
-    command = re.search(r"python \S*starter.py\S* (--resume=\S+)", script.text())[1]
-    assert script.run(folders[1], command.replace("'", "")) == 0, script.text()
+    assert "--resume=latest continues" in script.text()
+    assert script.run(folders[1], "--resume=latest") == 0, script.text()
     whole, parts = (folder / "out" / "latest" for folder in folders)
     assert numbers_of(parts) == numbers_of(whole) and equal_weights(parts, whole)
     assert not [path for path in parts.resolve().iterdir() if path.suffix in (".new", ".old")]
@@ -1995,7 +1979,7 @@ def test_the_script_with_vllm(warm_folder, tmp_path):
     assert "starting vLLM ..." in run.stdout, run.stdout
     assert re.search(LAST_LINES, run.stdout), run.stdout
     rows = check_run((tmp_path / "out" / "latest").resolve())
-    assert rows[1]["rollout/logp_gap_max"] < 1e-3 and rows[3]["kl/mean"] > 0
+    assert rows[1]["rollout/logp_gap_mean"] < 1e-4 and rows[3]["kl/mean"] > 0
 
 
 # ---- 9. GPU ----------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Tests of turns and of the examples, a minute on two cores: python -m pytest examples"""
-import importlib.util, itertools, json, os, re, sys, threading
+import importlib.util, itertools, json, os, re, sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -117,7 +117,7 @@ def test_an_example_trains_resumes_and_is_measured(example, monkeypatch, capsys)
     run(*SMALL, "--n_grpo_steps=4")
     rows = read("metrics.jsonl")
     assert len(rows) == 5 and max(row["train/grad_norm"] for row in rows[1:]) > 1e-3
-    assert max(row["rollout/logp_gap_max"] for row in rows[1:]) < 1e-3
+    assert max(row["rollout/logp_gap_mean"] for row in rows[1:]) < 1e-4
     # In two parts: the settings of the run come before those of the script.
     run(*SMALL, "--n_grpo_steps=2", "--out_dir=parts")
     run("--resume=latest", "--out_dir=parts", "--n_grpo_steps=4")
@@ -234,7 +234,7 @@ def play(tmp_path, monkeypatch):
         left = [tokenizer.encode(text) for text in texts]
         all_seeds = []
 
-        def generate(llm, task, responses, temperature):
+        def generate(llm, task, responses):
             parts = []
             for response in responses:
                 all_seeds.append(response.seed())
@@ -285,11 +285,8 @@ def test_replies_may_be_empty_or_have_special_tokens_and_turns_may_be_empty(use,
     assert shown == ["<|end|>[<user>once more <|end|><assistant>]c<|end|>"]
 
 
-def test_a_reply_may_keep_state_and_wait_for_the_others(use, play):
-    barrier = threading.Barrier(4)  # each waits until all are there
-
+def test_a_reply_may_keep_state(use, play):
     def reply(problem, text):
-        barrier.wait(timeout=20)
         problem["n_calls"] = problem.get("n_calls", 0) + 1
         return None if "z" in text else "go on"
 
