@@ -653,6 +653,8 @@ def test_microbatches_keep_to_the_limit(monkeypatch):
     shared = starter.make_batch([make_response([5] * 50, [7] * 11)] * 4)
     cfg = settings_of(tokens_per_microbatch=50 + 4 * 11)
     assert starter.make_microbatches(shared, [0, 1, 2, 3], cfg, True) == [[0, 1, 2, 3]]
+    cfg.tokens_per_microbatch = 50 + 2 * 11  # each part brings the prompt
+    assert starter.make_microbatches(shared, [0, 1, 2, 3], cfg, True) == [[0, 1], [2, 3]]
     # Another rank has two more: all ranks run the model equally often.
     monkeypatch.setattr(starter, "gather", lambda n: [n, n + 2])
     assert starter.make_microbatches(shared, [0, 1], cfg, True) == [[0, 1], [], []]
