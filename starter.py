@@ -147,7 +147,6 @@ def main(argv=None, only_settings=False, **defaults):
         print(f"resuming {cfg.resume} after step {saved['state']['step']}")
         if saved["state"]["step"] >= cfg.n_grpo_steps:
             raise UserError("it has finished: set a larger n_grpo_steps")
-    print(f"loading {cfg.model_id} ...")
     policy, tokenizer = init_policy(cfg.model_id, cfg.max_prompt_tokens + cfg.max_tokens)
     task = Task(cfg, *rows, tokenizer, policy.stop_ids)
     plan_memory(policy.model, cfg, device)
@@ -279,6 +278,8 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             save_model(policy, task.tokenizer, log.folder / "model")
         if is_stopped or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             save_checkpoint(*parts)
+        if is_stopped:
+            print(f"stopped after step {step}: --resume='{log.folder}' continues")
         if is_stopped or is_last:
             break
 
@@ -765,7 +766,7 @@ def init_vllm(policy, tokenizer, cfg):
         llm = TorchSampler(policy)
     except Exception as error:
         raise UserError(f"vLLM cannot run this model here: {error!r:.400}. Memory? Change "
-                        "--gpu_mem_util; otherwise --use_vllm=False") from error
+                        "--gpu_mem_util; or --use_vllm=False") from error
     cfg.vllm_sleep = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
     load_policy_into_vllm_instance(policy, llm)
     gc.freeze()  # collecting vLLM's objects is slow
@@ -794,7 +795,7 @@ def start_vllm(policy, tokenizer, cfg):
         llm = LLM(folder, **options, load_format="dummy", max_model_len=length,
                   skip_tokenizer_init=not TURN_ENDS, logprobs_mode="processed_logprobs",
                   max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
-    # Undo vLLM's patches of the policy's class.
+    # Undo vLLM's patches of this class.
     model_class.__init__ = init
     model_class.__call__ = torch.nn.Module.__call__
     return llm
@@ -833,7 +834,7 @@ def check_agreement(metrics, details, state, device):
             raise UserError("KL before any update: policy and reference differ")
     if gap > max_gap:
         raise UserError(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
-                        " or it computes this model differently (vLLM: try --use_vllm=False)")
+                        " or it computes this model differently (try --use_vllm=False)")
 
 class TorchSampler:
     """A copy of the model, for where there is no vLLM: right, not fast"""
@@ -875,7 +876,7 @@ class TorchSampler:
                 n_left = task.cfg.max_tokens - len(responses[row].ids) - len(row_ids)
                 tail = task.tokenizer.decode(row_ids[-32:]) if TURN_ENDS else ""
                 is_turn_over = any(end in tail for end in TURN_ENDS)
-                if n_left == 0 or is_turn_over or row_ids[-1] in task.stop_ids:
+                if n_left <= 0 or is_turn_over or row_ids[-1] in task.stop_ids:
                     active.remove(row)
         return parts
 
@@ -915,7 +916,7 @@ def choose_layout(policy, longest_row):
             model.set_attn_implementation(attention)
             if (get_response_log_probs(policy, ids, labels) - wanted).abs().max() < 1e-3:
                 return
-    raise UserError(f"{type(model).__name__} is not supported: its log-probs come out different")
+    raise UserError(f"{type(model).__name__} is not supported: its log-probs differ")
 
 def plan_memory(model, cfg, device):
     """Decide what is "auto": does it fit on the GPU?"""
@@ -1063,7 +1064,7 @@ def token_stats(logits, targets, ref_logits=None):
     log-probs, exact KL: each [M]. Tokens with logit -inf add 0."""
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
-    with torch.no_grad():
+    with torch.no_grad():  # for the log: entropy has no gradient
         probs = logits.softmax(-1)
         entropy = norm[:, 0] - torch.where(probs > 0, probs * logits, 0).sum(-1)
     if ref_logits is None:
@@ -1341,7 +1342,7 @@ def catch_signals():
     def handler(number, frame):
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after this step; --resume=latest continues. Ctrl-C again: quit unsaved")
+        print("\nstopping after this step; press Ctrl-C again to quit without saving")
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
@@ -1413,7 +1414,7 @@ def make_run_folder(cfg, given):
         return None
     out = Path(cfg.out_dir).absolute()
     words = [f"_{name}={value.rpartition('/')[2]}" for name, value in given.items()]
-    label = re.sub(r"[^\w=.+-]", "-", "".join(words))[:80]
+    label = re.sub(r"(?a)[^\w=.+-]", "-", "".join(words))[:200]
     numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
     folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
     folder.mkdir(parents=True)
@@ -1427,7 +1428,7 @@ def make_run_folder(cfg, given):
 # ---- 7. Quick tests before every run
 
 def test_functions():
-    """A worked batch; the numbers come from a plain formula."""
+    """A worked batch, computed by a plain formula"""
     numbers = torch.arange(16.0).view(4, 4)
     table = (1.5 * torch.sin(numbers)).requires_grad_()
     ref_table = table.detach() + 0.8 * torch.sin(3 * numbers)
@@ -1436,7 +1437,7 @@ def test_functions():
     tokens = torch.tensor([[0, 1, 2, 3], [0, 3, 1, 0], [2, 1, 0, 2], [2, 2, 3, 0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 0]])
     sampled = -torch.tensor([[1.0, 2.0, 0.5], [0.4, 1.5, 0.0], [4.0, 0.0, 1.1], [0.9, 1.6, 0.0]])
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.3, 0.1]), 2, True)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]) / 2**0.5
     for loss_type, estimator, is_weighted, kl_in, *wanted in (
             ("grpo", "k3", True, "loss", 0.32489, 0.35687, 0.70573),
             ("dapo", "k1", True, "loss", -0.51414, 0.03079, 0.08365),

@@ -488,6 +488,9 @@ def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
     assert [row.get("answer") for row in got] == ["5", "7", "8.5", None]
     assert got[0]["prompt"] == [{"role": "user", "content": "2+3="}] and got[2]["prompt"] == chat
     assert got[2]["source"] == "book" and names(held_out) == [("ü=", "1")]
+    boxed, _ = split(tmp_path / "boxed.jsonl", [{"question": "2+3"}, {"question": "4"}],
+                     eval_task=str(other), prompt=r"{question} in \boxed{}")
+    assert boxed[0]["prompt"][0]["content"] == r"2+3 in \boxed{}"
 
 
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
@@ -653,8 +656,10 @@ def test_microbatches_keep_to_the_limit(monkeypatch):
     shared = starter.make_batch([make_response([5] * 50, [7] * 11)] * 4)
     cfg = settings_of(tokens_per_microbatch=50 + 4 * 11)
     assert starter.make_microbatches(shared, [0, 1, 2, 3], cfg, True) == [[0, 1, 2, 3]]
+    shared_by_six = starter.make_batch([make_response([5] * 50, [7] * 11)] * 6)
     cfg.tokens_per_microbatch = 50 + 2 * 11  # each part brings the prompt
-    assert starter.make_microbatches(shared, [0, 1, 2, 3], cfg, True) == [[0, 1], [2, 3]]
+    parts = starter.make_microbatches(shared_by_six, list(range(6)), cfg, True)
+    assert parts == [[0, 1], [2, 3], [4, 5]]
     # Another rank has two more: all ranks run the model equally often.
     monkeypatch.setattr(starter, "gather", lambda n: [n, n + 2])
     assert starter.make_microbatches(shared, [0, 1], cfg, True) == [[0, 1], [], []]
@@ -1510,7 +1515,7 @@ def test_run_folders_are_numbered_and_named_after_what_was_typed(tmp_path):
         assert (folder / "starter.py").read_bytes() == (HERE / "starter.py").read_bytes()
         found.append(folder.name)
     assert found[:3] == ["0001", "0002_lr=1e-4", "0003_task=my-file.jsonl"]
-    assert found[3].startswith("0004_prompt=ü-ü-") and len(found[3].encode()) < 250
+    assert found[3].startswith("0004_prompt=----") and len(found[3].encode()) < 250
 
 
 def test_help_is_immediate_and_lists_every_hyperparameter(tmp_path):
@@ -1581,7 +1586,7 @@ def test_main_may_be_edited_and_what_tiny_replaces_is_said(tmp_path, warm_folder
     ("loss + kl_coef * penalty", "loss + kl_coef**2 * penalty"),
     ("log_pi - upcast(ref_log_probs)", "upcast(ref_log_probs) - log_pi"),
     ("penalty.flip(1).cumsum(1).flip(1)", "penalty.cumsum(1)"),
-    ("groups.std(1, keepdim=True)", "groups.std()"),
+    ("l + 1 if is_weighted", "l if is_weighted"),
     ("mask.sum(-1, keepdim=True).clamp(min=1)", "mask.shape[1]"),
     ("n_rows * max_tokens", "n_rows"),
     ("loss = loss * sampler_weight", "pass")])
@@ -1901,7 +1906,7 @@ def test_a_kill_and_ctrl_c_at_random_moments_change_nothing(script, warm_folder,
     script.until("Step ")
     os.kill(script.pid, signal.SIGINT)
     assert script.end() == 0 and "stopping after this step" in script.text(), script.text()
-    assert "--resume=latest continues" in script.text()
+    assert re.search(r"stopped after step \d+: --resume='.*/out/0001.*' continues", script.text())
     assert script.run(folders[1], "--resume=latest") == 0, script.text()
     whole, parts = (folder / "out" / "latest" for folder in folders)
     assert numbers_of(parts) == numbers_of(whole) and equal_weights(parts, whole)
