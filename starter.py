@@ -765,7 +765,7 @@ def init_vllm(policy, tokenizer, cfg):
         print(f"!!! vLLM cannot be used here, torch samples: {error!s:.150}")
         llm = TorchSampler(policy)
     except Exception as error:
-        raise UserError(f"vLLM cannot run this model here: {error!r:.400}. Memory? Change "
+        raise UserError(f"vLLM cannot run this model: {error!r:.400}. Memory? Change "
                         "--gpu_mem_util; or --use_vllm=False") from error
     cfg.vllm_sleep = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
     load_policy_into_vllm_instance(policy, llm)
@@ -837,7 +837,7 @@ def check_agreement(metrics, details, state, device):
                         " or it computes this model differently (try --use_vllm=False)")
 
 class TorchSampler:
-    """A copy of the model, for where there is no vLLM: right, not fast"""
+    """A copy of the model where there is no vLLM: right, not fast"""
 
     def __init__(self, policy):
         self.model = AutoModelForCausalLM.from_config(
@@ -1029,7 +1029,7 @@ class Policy(torch.nn.Module):
             with torch.no_grad():
                 states.append(ref_model(inputs, predictors))
             heads.append(output_layer(ref_model.model, self.device))
-        # The logits never exist whole. Equal chunks: a rest of one token would be compiled anew.
+        # The logits never exist whole. Equal chunks: a rest would be compiled anew.
         n_chunks = len(hidden) * len(heads[0][0]) // self.logits_per_chunk + 1
         chunks = []
         for parts in zip(*(tensor.tensor_split(n_chunks) for tensor in (targets, *states))):
@@ -1064,7 +1064,7 @@ def token_stats(logits, targets, ref_logits=None):
     log-probs, exact KL: each [M]. Tokens with logit -inf add 0."""
     norm = logits.logsumexp(-1, keepdim=True)
     log_probs = (logits.gather(-1, targets[:, None]) - norm)[:, 0]
-    with torch.no_grad():  # for the log: entropy has no gradient
+    with torch.no_grad():  # for the log: no gradient
         probs = logits.softmax(-1)
         entropy = norm[:, 0] - torch.where(probs > 0, probs * logits, 0).sum(-1)
     if ref_logits is None:
