@@ -50,7 +50,7 @@ logging.getLogger("vllm").setLevel("ERROR")
 print = functools.partial(print, flush=True)
 
 class UserError(Exception):
-    """Something to act on: one line instead of a traceback"""
+    """One line instead of a traceback"""
 
 def gather(value):
     """-> [value on rank 0, on rank 1, ...]"""
@@ -370,8 +370,6 @@ def read_problems(path, template):
     return problems
 
 class Task:
-    """Rows with their prompts as tokens"""
-
     def __init__(self, cfg, training, held_out, tokenizer, stop_ids):
         self.cfg = cfg
         self.tokenizer = tokenizer
@@ -795,7 +793,7 @@ def start_vllm(policy, tokenizer, cfg):
         llm = LLM(folder, **options, load_format="dummy", max_model_len=length,
                   skip_tokenizer_init=not TURN_ENDS, logprobs_mode="processed_logprobs",
                   max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
-    # Undo vLLM's patches of this class.
+    # Undo vLLM's patches.
     model_class.__init__ = init
     model_class.__call__ = torch.nn.Module.__call__
     return llm
@@ -853,8 +851,9 @@ class TorchSampler:
         mask = (ids >= 0).long()
         ids = ids.clamp(min=0)
         cache = None
-        generators = [torch.Generator(ids.device).manual_seed(response.seed())
-                      for response in responses]
+        draws = [np.random.default_rng(response.seed()).random(task.cfg.max_tokens)
+                 for response in responses]
+        draws = torch.tensor(np.array(draws), device=ids.device)  # [B, max_tokens]
         parts = [([], []) for _ in prompts]
         active = set(range(len(prompts)))
         while active:
@@ -864,14 +863,15 @@ class TorchSampler:
             cache = output.past_key_values
             temperature = max(task.cfg.temperature, 1e-6)  # 0: greedy
             log_probs = (output.logits[:, -1].float() / temperature).log_softmax(-1)
-            draws = [torch.multinomial(probs, 1, generator=generator)
-                     for probs, generator in zip(log_probs.exp(), generators)]
-            ids = torch.stack(draws)  # [B, 1]
+            cdf = log_probs.double().exp().cumsum(-1)
+            draw = draws[:, mask.shape[1] - width, None] * cdf[:, -1:]
+            ids = torch.searchsorted(cdf, draw, right=True)  # [B, 1]
             mask = F.pad(mask, (0, 1), value=1)
+            tokens = ids[:, 0].tolist()
             chosen = log_probs.gather(1, ids)[:, 0].tolist()
             for row in list(active):
                 row_ids, row_log_probs = parts[row]
-                row_ids.append(ids[row].item())
+                row_ids.append(tokens[row])
                 row_log_probs.append(chosen[row])
                 n_left = task.cfg.max_tokens - len(responses[row].ids) - len(row_ids)
                 tail = task.tokenizer.decode(row_ids[-32:]) if TURN_ENDS else ""
@@ -883,7 +883,7 @@ class TorchSampler:
 # ---- 4. Policy: loading, memory, LoRA, sharding, log-probs
 
 def init_policy(model_id, longest_row=math.inf):
-    """-> (policy with float32 weights in host memory, tokenizer). longest_row: in tokens"""
+    """-> (policy, float32 in host memory; tokenizer). longest_row: in tokens"""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32,
@@ -921,7 +921,7 @@ def choose_layout(policy, longest_row):
 def plan_memory(model, cfg, device):
     """Decide what is "auto": does it fit on the GPU?"""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else (math.inf, 0)
-    free = min(gather(free))  # one decision for all ranks
+    free = min(gather(free))  # one for all ranks
     room = (free - cfg.gpu_mem_util * total) / 2**30  # GiB beside vLLM
     size = model.num_parameters() / WORLD / 2**30
     # float32 weights, gradients and two moments, bf16 weights. LoRA: bf16 weights, twice
@@ -1098,7 +1098,7 @@ def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temp
     return response_stats(model, input_ids, labels, mask, temperature)[0]
 
 def to_device(tensor, device):
-    """Through pinned memory, without waiting for the GPU"""
+    """Without waiting for the GPU"""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
