@@ -27,13 +27,18 @@ from starter import Response, UserError
 
 HERE = Path(starter.__file__).parent
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 has_vllm = importlib.util.find_spec("vllm")
 
 
 def needs_vllm(test):
     """One process runs all of these: they share an engine."""
     is_missing = pytest.mark.skipif(not has_vllm, reason="needs vLLM")
+    return pytest.mark.xdist_group("vllm")(is_missing(test))
+
+
+def needs_cuda(test):
+    """In the same process: vLLM does not start while others free memory."""
+    is_missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     return pytest.mark.xdist_group("vllm")(is_missing(test))
 
 
