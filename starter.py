@@ -263,9 +263,9 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             "time/step": ended - started, "time/minutes": minutes}
         check_agreement(metrics, details, state, policy.device)
         log_train(step, metrics, cfg)
-        if cfg.target_kl:
+        if kl_now and cfg.target_kl:
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
-        if cfg.ref_update_every and step % cfg.ref_update_every == 0:
+        if kl_now and cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
             state.ref_step = step
             state.kl_smooth = 0.0
@@ -557,7 +557,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
             # A token pays for its k1 and that of all later tokens, under the policy of now.
             penalty = compute_kl_divergence(log_pi, log_ref, "k1").detach()
             advantages = advantages - kl_coef * penalty.flip(1).cumsum(1).flip(1)
-        elif kl_estimator == "exact" and exact_kl is not None:
+        elif kl_estimator == "exact":
             penalty = logged_kl = masked(exact_kl, mask)
         elif kl_importance_weight:
             penalty = kl_weight * compute_kl_divergence(log_pi, log_ref, kl_estimator, True)
@@ -811,7 +811,7 @@ def load_policy_into_vllm_instance(policy, llm):
         llm.apply_model(lambda model: bool(model.load_weights(weights)))
     else:  # the CPU backend repacks its weights
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache()
 
 def checkpoint_weights(policy, has_head):
     """-> (name, tensor) as in a checkpoint, where each expert is apart"""
@@ -832,7 +832,7 @@ def check_agreement(metrics, details, state, device):
             raise UserError("KL before any update: policy and reference differ")
     if gap > max_gap:
         raise UserError(f"the sampler's log-probs are off by {gap:.3g}: the weights did not arrive,"
-                        " or it computes this model differently (try --use_vllm=False)")
+                        " or it computes this model differently")
 
 class TorchSampler:
     """A copy of the model where there is no vLLM: right, not fast"""
@@ -921,7 +921,7 @@ def choose_layout(policy, longest_row):
 def plan_memory(model, cfg, device):
     """Decide what is "auto": does it fit on the GPU?"""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else (math.inf, 0)
-    free = min(gather(free))  # one for all ranks
+    free = min(gather(free))
     room = (free - cfg.gpu_mem_util * total) / 2**30  # GiB beside vLLM
     size = model.num_parameters() / WORLD / 2**30
     # float32 weights, gradients and two moments, bf16 weights. LoRA: bf16 weights, twice
@@ -972,7 +972,8 @@ def compile_and_shard(policy, cfg, device):
                                               use_reentrant=False)
     if device == "cpu" and WORLD == 1:
         return
-    options = {"reshard_after_forward": not policy.training or WORLD > 1 or cfg.vllm_sleep,
+    options = {"mesh": dist.init_device_mesh(device, (WORLD,)),
+               "reshard_after_forward": not policy.training or WORLD > 1 or cfg.vllm_sleep,
                "mp_policy": MixedPrecisionPolicy(policy.compute_dtype, reduce_dtype=torch.float32)}
     if cfg.offload:
         options["offload_policy"] = CPUOffloadPolicy()
@@ -1149,7 +1150,7 @@ def pad(input_ids, labels, mask, device):
     length = int(mask.any(0).nonzero().amax()) + 1 if mask.any() else 0
     ids = input_ids[:, :length]
     if length == 0:
-        ids = torch.zeros(1, 2, dtype=torch.long)  # as in pack(); RWKV needs two tokens
+        ids = torch.zeros(1, 2, dtype=torch.long)  # as in pack()
     predictors = mask[:, :length].flatten().nonzero()[:, 0]
     ids, predictors, targets = (to_device(x, device) for x in (ids, predictors, labels[mask]))
     return {"input_ids": ids}, predictors, targets

@@ -1693,6 +1693,7 @@ OPTIONS = {
                "--reward_truncated=True", "--max_turns=2"],
     "adaptive": [KL, "--kl_importance_weight=False", "--target_kl=1e-7", "--kl_estimator=k2",
                  "--inner_epochs=2", "--kl_coef=0.1"],
+    "coefficient 0": [KL, "--kl_coef=0", "--target_kl=0.1", "--ref_update_every=2"],
     "padded": ["--task=task.jsonl", "--eval_task=", "--prompt={question} is",
                "--max_prompt_tokens=64", KL, "--save_every=0"]}
 
