@@ -192,7 +192,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         try:
             responses = rollout_with_vllm(llm, task, share(problems), cfg.group_size, cfg.seed)
             grade(responses, cfg.reward_truncated)
-        except Exception:  # in reward_fn, say: keep the steps so far
+        except Exception:  # in reward_fn: keep the steps
             if WORLD == 1:
                 save_checkpoint(*parts)
             raise
@@ -468,6 +468,7 @@ def make_microbatches(batch, rows, cfg, is_packed):
     if not is_packed:
         rows = sorted(rows, key=lambda row: -batch.lengths[row])
     parts = []
+    n_tokens = 0  # of the last
     for row in rows:
         size = batch.lengths[row]
         if parts and not is_packed:
@@ -639,7 +640,7 @@ def update_weights(policy, optimizer, loss, cfg, state):
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warmup * state.lr_factor
     if not math.isfinite(norm + loss):
-        print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}; lr / 10 for now")
+        print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}; lr / 10")
         state.skipped += 1
         state.skips_in_a_row += 1
         state.lr_factor = 0.1  # doubles with every good update
@@ -854,6 +855,7 @@ class TorchSampler:
         draws = [np.random.default_rng(response.seed()).random(task.cfg.max_tokens)
                  for response in responses]
         draws = torch.tensor(np.array(draws), device=ids.device)  # [B, max_tokens]
+        temperature = max(task.cfg.temperature, 1e-6)  # 0: greedy
         parts = [([], []) for _ in prompts]
         active = set(range(len(prompts)))
         while active:
@@ -861,7 +863,6 @@ class TorchSampler:
             output = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1)
             cache = output.past_key_values
-            temperature = max(task.cfg.temperature, 1e-6)  # 0: greedy
             log_probs = (output.logits[:, -1].float() / temperature).log_softmax(-1)
             cdf = log_probs.double().exp().cumsum(-1)
             draw = draws[:, mask.shape[1] - width, None] * cdf[:, -1:]
