@@ -468,7 +468,7 @@ def make_microbatches(batch, rows, cfg, is_packed):
     if not is_packed:
         rows = sorted(rows, key=lambda row: -batch.lengths[row])
     parts = []
-    n_tokens = 0  # of the last
+    n_tokens = 0
     for row in rows:
         size = batch.lengths[row]
         if parts and not is_packed:
