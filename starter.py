@@ -119,7 +119,7 @@ def main(argv=None, only_settings=False, **defaults):
         kl_in="loss",  # or "reward", with k1
         kl_warmup_steps=0,  # kl_coef rises linearly
         target_kl=0.0,  # nats per token; above 0: kl_coef is adapted to reach it
-        ref_update_every=0,  # steps; 0: the reference stays the starting model
+        ref_update_every=0,  # steps; 0: never
     )
     # ----
     override(cfg, defaults)
@@ -169,7 +169,7 @@ def main(argv=None, only_settings=False, **defaults):
 
 def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    # update_weights() sets the learning rate, of every group.
+    # update_weights() sets each learning rate.
     optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     # Numbers that a checkpoint keeps; add your own
     state = SimpleNamespace(
@@ -552,7 +552,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     if kl_coef and ref_log_probs is not None:
         log_ref = masked(ref_log_probs, mask)
         kl_weight = log_ratio.detach().exp().clamp(max=WEIGHT_CAP)
-        # Logged: k3 weighted by pi/old, both capped so that no token dominates.
+        # Logged: k3 weighted by pi/old, both capped.
         logged_kl = kl_weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
             # A token pays for its k1 and that of all later tokens, under the policy of now.
@@ -963,7 +963,8 @@ def compile_and_shard(policy, cfg, device):
     lists = [module for module in policy.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     if cfg.compile:
-        torch._dynamo.config.specialize_float = True  # a dynamic temperature compiles slowly
+        torch._dynamo.config.specialize_float = True  # a dynamic temperature is slow
+        torch.fx.experimental._config.use_duck_shape = False  # equal sizes are a coincidence
         policy.chunk_stats = torch.compile(chunk_stats, dynamic=True)
     for layer in layers:
         if cfg.compile:
@@ -1470,7 +1471,7 @@ def run(main):
     except torch.OutOfMemoryError as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = " > ".join(frame.name for frame in frames if frame.filename == __file__)
-        print(f"error: {error!s:.150} ... in {where}. What helps, in this order: --offload=True, "
+        print(f"error: {error!s:.150} ... in {where}. What helps, in order: --offload=True, "
               "--vllm_sleep=True, a smaller --tokens_per_microbatch, another --gpu_mem_util, "
               "--lora_rank=32", file=sys.stderr)
     except BaseException:  # also a second Ctrl-C
