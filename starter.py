@@ -221,7 +221,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         # Update: one optimizer step per minibatch
         details, losses, grad_norms = [], [], []
         for rows in minibatches:
-            # Counts untrained rows, too. Mean: fully_shard averages over ranks.
+            # Counts untrained rows. Mean: fully_shard averages over ranks.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
             own = sorted({*rows} & {*trained})
@@ -964,7 +964,7 @@ def compile_and_shard(policy, cfg, device):
     layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     if cfg.compile:
         torch._dynamo.config.specialize_float = True  # a dynamic temperature is slow
-        torch.fx.experimental._config.use_duck_shape = False  # equal sizes are a coincidence
+        torch.fx.experimental._config.use_duck_shape = False  # equal sizes are chance
         policy.chunk_stats = torch.compile(chunk_stats, dynamic=True)
     for layer in layers:
         if cfg.compile:
@@ -1053,13 +1053,14 @@ def output_layer(model, device):
     return full(layer.weight.to(device)), bias, scale, cap
 
 def chunk_stats(heads, temperature, targets, *states):
-    """-> token_stats. states: hidden [m, H] of the policy, and of the reference, if any"""
+    """-> token_stats. states: hidden [m, H] of the policy and of the reference"""
     logits = []
     for hidden, (weight, bias, scale, cap) in zip(states, heads):
-        x = upcast(F.linear(hidden, weight, bias)) * scale  # [m, V]
+        x = upcast(F.linear(hidden, weight, bias))  # [m, V]
         if cap:
-            x = cap * torch.tanh(x / cap)
-        logits.append(x / temperature)
+            x = torch.tanh(x * (scale / cap))
+            scale = cap
+        logits.append(x * (scale / temperature))
     return token_stats(logits[0], targets, *logits[1:])
 
 def token_stats(logits, targets, ref_logits=None):
@@ -1160,7 +1161,7 @@ def pad(input_ids, labels, mask, device):
 def packed_attention(module, query, key, value, attention_mask, *, key_slots, query_starts,
                      key_starts, longest, scaling=None, **options):
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
-    # No row is longer than a sliding window. Any other option is one of another attention.
+    # No row is longer than a sliding window. Other options belong to other attentions.
     is_plain = options.keys() <= {"dropout", "position_ids", "use_cache", "sliding_window"}
     if not (is_plain and attention_mask is None and query.shape[-1] == value.shape[-1] <= 256):
         raise NotImplementedError("choose_layout() then pads")
