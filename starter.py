@@ -69,7 +69,7 @@ def main(argv=None, only_settings=False, **defaults):
     has_gpu = torch.cuda.is_available()
     # ---- hyperparameters
     cfg = SimpleNamespace(
-        # model; for "tiny", tiny.py replaces some of the values below
+        # model; for "tiny", tiny.py replaces some values below
         model_id="Qwen/Qwen2.5-Coder-1.5B-Instruct" if has_gpu else "tiny",  # a folder or hub name
         lora_rank=0,  # above 0: train adapters, with about 10 x lr
         gradient_checkpointing=has_gpu,  # half the memory, a quarter more time
@@ -341,12 +341,12 @@ def read_task(cfg):
     problems = read_problems(path, cfg.prompt)
     if eval_path:
         held_out = read_problems(eval_path, cfg.prompt)
-    else:  # by a hash, so the same for all seeds
+    else:  # by a hash: the same for all seeds
         different = sorted(dict(problems).items(), key=lambda item: zlib.crc32(item[0].encode()))
         held_out = different[:min(cfg.n_eval, len(different) // 5)]
     names = {name for name, _ in held_out}
     training = [row for name, row in problems if name not in names]
-    print(f"{path}: {len(training)} of {len(problems)} rows, without those that are held out")
+    print(f"{path}: {len(training)} of {len(problems)} rows, the others are held out")
     return training, [row for _, row in held_out[:cfg.n_eval]]
 
 def read_problems(path, template):
@@ -769,7 +769,7 @@ def init_vllm(policy, tokenizer, cfg):
     cfg.vllm_sleep = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
     load_policy_into_vllm_instance(policy, llm)
     gc.freeze()  # collecting vLLM's objects is slow
-    if policy.device.type == "cuda":  # threads help only Adam on the CPU
+    if policy.device.type == "cuda":  # only Adam on the CPU needs more
         torch.set_num_threads(os.cpu_count() if cfg.offload else 1)
     return llm
 
@@ -824,7 +824,7 @@ def check_agreement(metrics, details, state, device):
     """Sampler and trainer must agree; reference and policy before any update."""
     gap = metrics.get("rollout/logp_gap_mean", 0.0)
     max_gap, max_kl = 2e-3, 1e-6
-    if device.type == "cuda":  # bf16; with stale weights the gap grows
+    if device.type == "cuda":  # bf16; stale weights widen it
         max_gap, max_kl = max(0.03, 4 * state.first_gap), 2e-3
     if state.step == 1:
         state.first_gap = gap
@@ -911,7 +911,7 @@ def choose_layout(policy, longest_row):
     labels = ids.clone()
     labels[0, 20:] = -100  # the first row is shorter
     model.set_attn_implementation("eager")
-    wanted = get_response_log_probs(model, ids, labels)  # of the model's own output layer
+    wanted = get_response_log_probs(model, ids, labels)  # of its own output layer
     for attention in attentions:
         with contextlib.suppress(Exception):  # the model may not have this attention
             model.set_attn_implementation(attention)
@@ -988,14 +988,14 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 def full_weights(policy):
-    """-> (name, tensor) of the whole model, LoRA merged"""
+    """-> (name, tensor) of the model, LoRA merged"""
     weights = policy.model.state_dict()
     for name in [name for name in weights if ".lora_" not in name]:
-        weight = full(weights[name])
+        weight = full(weights[name].to(policy.device))
         if name.endswith(".base_layer.weight"):
             layer = name.removesuffix(".base_layer.weight")
-            a = full(weights[f"{layer}.lora_A.default.weight"])
-            b = full(weights[f"{layer}.lora_B.default.weight"])
+            a = full(weights[f"{layer}.lora_A.default.weight"].to(policy.device))
+            b = full(weights[f"{layer}.lora_B.default.weight"].to(policy.device))
             weight = weight.float() + 2 * b @ a  # lora_alpha / rank is 2
         yield name.replace(".base_layer", ""), weight
 
@@ -1350,7 +1350,7 @@ def catch_signals():
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
-    # A process that reward_fn starts can still be terminated.
+    # Processes of reward_fn can still be terminated.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return received
 
