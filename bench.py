@@ -13,7 +13,7 @@ The last line is one JSON object. seconds: medians; train is forward_backward + 
 ref_log_probs (old ones, too). peak_gib: most memory that torch allocated in an update. gap: largest
 mean difference of log-probs between sampler and trainer."""
 import starter  # first: it answers --help before the slow imports
-import functools, gc, importlib.util, json, random, statistics, subprocess, sys, tempfile
+import functools, gc, importlib.util, json, math, random, statistics, subprocess, sys, tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,6 +156,7 @@ class Bench:
 
     def init_vllm(self, policy, tokenizer, cfg):
         self.cfg = cfg
+        self.log_prob = -math.log(policy.model.config.vocab_size)  # as if sampled
         before = torch.cuda.memory_allocated()  # 0 without a GPU
         llm = ORIGINAL.init_vllm(policy, tokenizer, cfg) if self.options.rollout else None
         cfg.vllm_sleep = cfg.vllm_sleep and self.options.rollout
@@ -170,7 +171,7 @@ class Bench:
         else:
             shape = (len(responses), self.options.new_tokens)
             rows = torch.randint(0, len(task.tokenizer), shape).tolist()
-            parts = [(row, [0.0] * len(row)) for row in rows]
+            parts = [(row, [self.log_prob] * len(row)) for row in rows]
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the update begins
         return parts
