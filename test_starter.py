@@ -1729,6 +1729,16 @@ def test_options(run_main, save_folder, tmp_path, monkeypatch, name):
         assert min(row["train/grad_norm"] for row in rows[1:]) > 0
 
 
+def test_nothing_is_compiled_anew_when_sizes_that_were_equal_differ(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    policy = make_policy()
+    starter.compile_and_shard(policy, settings_of(compile=True), "cpu")
+    log_probs_of(policy, make_rows([9, 12, 7]))  # no shared prompts: as many slots as tokens
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    log_probs_of(policy, make_groups())
+
+
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_old_and_reference_log_probs_are_those_of_the_models_that_they_are_named_after(
         run_main, warm_folder, monkeypatch, lora_rank):
