@@ -221,7 +221,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         # Update: one optimizer step per minibatch
         details, losses, grad_norms = [], [], []
         for rows in minibatches:
-            # Counts untrained rows. Mean: fully_shard averages over ranks.
+            # Counts untrained rows, too. Mean: fully_shard averages over ranks.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
             own = sorted({*rows} & {*trained})
@@ -769,7 +769,7 @@ def init_vllm(policy, tokenizer, cfg):
     cfg.vllm_sleep = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
     load_policy_into_vllm_instance(policy, llm)
     gc.freeze()  # collecting vLLM's objects is slow
-    if policy.device.type == "cuda":  # only Adam on the CPU needs more
+    if policy.device.type == "cuda":  # more threads help only Adam
         torch.set_num_threads(os.cpu_count() if cfg.offload else 1)
     return llm
 
@@ -824,7 +824,7 @@ def check_agreement(metrics, details, state, device):
     """Sampler and trainer must agree; reference and policy before any update."""
     gap = metrics.get("rollout/logp_gap_mean", 0.0)
     max_gap, max_kl = 2e-3, 1e-6
-    if device.type == "cuda":  # bf16; stale weights widen it
+    if device.type == "cuda":  # bf16; with stale weights the gap grows
         max_gap, max_kl = max(0.03, 4 * state.first_gap), 2e-3
     if state.step == 1:
         state.first_gap = gap
@@ -911,7 +911,7 @@ def choose_layout(policy, longest_row):
     labels = ids.clone()
     labels[0, 20:] = -100  # the first row is shorter
     model.set_attn_implementation("eager")
-    wanted = get_response_log_probs(model, ids, labels)  # of its own output layer
+    wanted = get_response_log_probs(model, ids, labels)  # of the model's own output layer
     for attention in attentions:
         with contextlib.suppress(Exception):  # the model may not have this attention
             model.set_attn_implementation(attention)
@@ -964,7 +964,7 @@ def compile_and_shard(policy, cfg, device):
     layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     if cfg.compile:
         torch._dynamo.config.specialize_float = True  # a dynamic temperature is slow
-        torch.fx.experimental._config.use_duck_shape = False  # equal sizes are chance
+        torch.fx.experimental._config.use_duck_shape = False  # two equal sizes may differ later
         policy.chunk_stats = torch.compile(chunk_stats, dynamic=True)
     for layer in layers:
         if cfg.compile:
@@ -994,8 +994,8 @@ def full_weights(policy):
         weight = full(weights[name].to(policy.device))
         if name.endswith(".base_layer.weight"):
             layer = name.removesuffix(".base_layer.weight")
-            a = full(weights[f"{layer}.lora_A.default.weight"].to(policy.device))
-            b = full(weights[f"{layer}.lora_B.default.weight"].to(policy.device))
+            a, b = (full(weights[f"{layer}.lora_{part}.default.weight"].to(policy.device))
+                    for part in "AB")
             weight = weight.float() + 2 * b @ a  # lora_alpha / rank is 2
         yield name.replace(".base_layer", ""), weight
 
