@@ -139,7 +139,7 @@ class Bench:
         self.steps = []  # seconds per phase, of every step
         self.peak = self.gap = 0.0
         starter.reward_fn = self.random_reward
-        starter.save_model = starter.save_checkpoint = starter.report = self.nothing
+        starter.save_model = starter.save_checkpoint = self.nothing
         if not options.rollout:
             starter.load_policy_into_vllm_instance = starter.check_agreement = self.nothing
         starter.init_vllm = self.init_vllm

@@ -19,7 +19,7 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # before the slow imports
 STARTED = time.perf_counter()
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-         "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+         "TRANSFORMERS_VERBOSITY": "error"}
 os.environ.update(QUIET | dict(os.environ))
 # torchrun starts a process (rank) per GPU, which sees only its own.
 RANK = int(os.environ.get("RANK", 0))
@@ -29,7 +29,7 @@ if "LOCAL_RANK" in os.environ:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_RANK % len(gpus)]
 
-import contextlib, copy, dataclasses, difflib, functools, gc, html, importlib, json, logging
+import contextlib, copy, dataclasses, difflib, functools, gc, html, importlib, json
 import math, random, re, shutil, tempfile, traceback, warnings, zlib
 from fractions import Fraction
 from types import SimpleNamespace
@@ -44,9 +44,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-logging.getLogger("vllm").setLevel("ERROR")
 print = functools.partial(print, flush=True)
 
 class UserError(Exception):
@@ -59,13 +59,13 @@ def gather(value):
         dist.all_gather_object(values, value)
     return values
 
-def share(items):  # of this rank
+def share(items):
+    """-> the part of this rank"""
     return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
 
 def main(argv=None, only_settings=False, **defaults):
     """defaults: those of a script that imports this"""
     typed = read_arguments(sys.argv[1:] if argv is None else argv)
-    given = settings_of_run(typed) if "resume" in typed else typed
     has_gpu = torch.cuda.is_available()
     # ---- hyperparameters
     cfg = SimpleNamespace(
@@ -123,6 +123,7 @@ def main(argv=None, only_settings=False, **defaults):
     )
     # ----
     override(cfg, defaults)
+    given = settings_of_run(typed, cfg.out_dir) if "resume" in typed else typed
     if given.get("model_id", cfg.model_id) == "tiny":
         from tiny import SETTINGS
         vars(cfg).update(SETTINGS)
@@ -143,10 +144,10 @@ def main(argv=None, only_settings=False, **defaults):
     saved = None
     path = Path(cfg.resume, "checkpoint.pt")
     if cfg.resume and (path.exists() or Path(cfg.resume, "model").exists()):  # else start over
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         print(f"resuming {cfg.resume} after step {saved['state']['step']}")
         if saved["state"]["step"] >= cfg.n_grpo_steps:
-            raise UserError("it has finished: set a larger n_grpo_steps")
+            raise UserError("it has finished: add a larger --n_grpo_steps")
     policy, tokenizer = init_policy(cfg.model_id, cfg.max_prompt_tokens + cfg.max_tokens)
     task = Task(cfg, *rows, tokenizer, policy.stop_ids)
     plan_memory(policy.model, cfg, device)
@@ -169,13 +170,13 @@ def main(argv=None, only_settings=False, **defaults):
 
 def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    # update_weights() sets each learning rate.
+    # update_weights() sets the learning rate.
     optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     # Numbers that a checkpoint keeps; add your own
     state = SimpleNamespace(
         step=0, next_problem=0, skipped=0, skips_in_a_row=0, lr_factor=1.0, first_accuracy=0.0,
         best_reward=-math.inf, first_gap=0.0, ref_step=0, kl_factor=1.0, kl_smooth=0.0)
-    parts = log.folder, policy, optimizer, ref_model, state  # of a checkpoint
+    parts = log.folder, policy, optimizer, ref_model, state
     signals = catch_signals()
     if saved:
         restore(saved, policy, optimizer, ref_model, state)
@@ -183,9 +184,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
     else:
         log.write(0, evaluate(policy, llm, task, log, state) if cfg.eval_every else {})
 
-    while state.step < cfg.n_grpo_steps:
-        step = state.step + 1
-
+    for step in range(state.step + 1, cfg.n_grpo_steps + 1):
         # Rollout: group_size responses to each prompt; reward each
         started = now()
         problems = task.problems(state.next_problem)
@@ -206,14 +205,14 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         rewards = torch.tensor([response.reward for response in responses])
         advantages = group_advantages(rewards, cfg.group_size, cfg.use_std_normalization)  # [B]
         kl_now = kl_coef * state.kl_factor * min(1.0, step / max(1, cfg.kl_warmup_steps))
-        # Rows without advantage or KL have no gradient. Step 1 has all, for check_agreement().
+        # Without advantage and KL there is no gradient. Step 1 checks all rows.
         trained = [row for row in range(len(responses))
                    if step == 1 or kl_now or advantages[row] != 0]
         minibatches = make_minibatches(cfg, step, len(responses))
 
         # Log-probs that stay fixed
         fixed = {"rollout_log_probs": batch.rollout_log_probs}
-        if len(minibatches) > 1:  # otherwise old is the policy
+        if len(minibatches) > 1:  # with one, old and new are equal
             fixed["old_log_probs"] = score(policy, batch, trained, cfg)
         if kl_now and cfg.kl_estimator != "exact":
             fixed["ref_log_probs"] = score(ref_model, batch, trained, cfg)
@@ -221,19 +220,19 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         # Update: one optimizer step per minibatch
         details, losses, grad_norms = [], [], []
         for rows in minibatches:
-            # Counts untrained rows, too. Mean: fully_shard averages over ranks.
+            # Of all rows, trained or not. Mean: fully_shard averages over ranks.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
-            own = sorted({*rows} & {*trained})
-            microbatches = make_microbatches(batch, own, cfg, policy.is_packed)
+            trained_rows = sorted(set(rows) & set(trained))
+            microbatches = make_microbatches(batch, trained_rows, cfg, policy.is_packed)
             loss = 0.0
             for i, micro in enumerate(microbatches, 1):
                 is_final = i == len(microbatches)
                 if WORLD == 1 and policy.device.type == "cuda":
-                    # The bf16 weights stay; offloaded gradients travel once.
+                    # Until then, keep bf16 weights and add up offloaded gradients.
                     policy.set_reshard_after_backward(is_final or cfg.vllm_sleep)
                     policy.set_requires_gradient_sync(is_final or not cfg.offload)
-                # divisor replaces gradient_accumulation_steps and max_completion_length.
+                # divisor replaces len(microbatches) and max_tokens.
                 _, metadata = grpo_microbatch_step(
                     policy, batch.input_ids[micro], batch.labels[micro],
                     batch.response_mask[micro], advantages[micro], len(microbatches),
@@ -442,10 +441,10 @@ def make_batch(responses):
     mask = torch.zeros(tokens.shape, dtype=torch.bool)  # tokens that the model chose
     sampled = torch.zeros(tokens.shape)  # the sampler's log-probs
     for b, response in enumerate(responses):
-        own = slice(len(response.prompt_ids), lengths[b])
+        tail = slice(len(response.prompt_ids), lengths[b])
         tokens[b, :lengths[b]] = torch.tensor(response.prompt_ids + response.ids)
-        mask[b, own] = torch.tensor(response.mask)
-        sampled[b, own] = torch.tensor(response.log_probs)
+        mask[b, tail] = torch.tensor(response.mask)
+        sampled[b, tail] = torch.tensor(response.log_probs)
     return SimpleNamespace(
         input_ids=tokens[:, :-1], labels=tokens[:, 1:], response_mask=mask[:, 1:],
         rollout_log_probs=sampled[:, 1:], lengths=lengths,
@@ -459,8 +458,8 @@ def make_minibatches(cfg, step, n_rows):
     for epoch in range(cfg.inner_epochs):
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sum(counts))
         for numbers in np.array_split(order, cfg.n_minibatches):
-            own = [n - first for n in numbers.tolist() if first <= n < first + n_rows]
-            minibatches.append(sorted(own))
+            local = [n - first for n in numbers.tolist() if first <= n < first + n_rows]
+            minibatches.append(sorted(local))
     return minibatches
 
 def make_microbatches(batch, rows, cfg, is_packed):
@@ -661,7 +660,7 @@ def adapt_kl_coef(state, kl, cfg):
     elif state.kl_smooth < 0.5 * cfg.target_kl:
         state.kl_factor = max(0.75 * state.kl_factor, 0.1)
 
-# ---- 3. Sampler: turns, vLLM in this process, the stand-in
+# ---- 3. Sampler: turns, vLLM, the stand-in
 
 class Response:  # filled turn by turn, then graded
     def __init__(self, problem, name=""):
@@ -777,7 +776,7 @@ def start_vllm(policy, tokenizer, cfg):
     print("starting vLLM ...")
     from vllm.entrypoints.llm import LLM
     length = cfg.max_prompt_tokens + cfg.max_tokens
-    if policy.device.type == "cuda":  # graphs of decoding only: starts in seconds
+    if policy.device.type == "cuda":  # decoding graphs only: a fast start
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
                    "enable_sleep_mode": cfg.vllm_sleep,
                    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
@@ -794,7 +793,7 @@ def start_vllm(policy, tokenizer, cfg):
         llm = LLM(folder, **options, load_format="dummy", max_model_len=length,
                   skip_tokenizer_init=not TURN_ENDS, logprobs_mode="processed_logprobs",
                   max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
-    # Undo vLLM's patches.
+    # Undo what vLLM patches if it lacks this model.
     model_class.__init__ = init
     model_class.__call__ = torch.nn.Module.__call__
     return llm
@@ -1202,7 +1201,7 @@ def evaluate(policy, llm, task, log, state, trained=()):
         save_model(policy, task.tokenizer, log.folder / "best")
     state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
     group = sorted(trained[:task.cfg.group_size], key=lambda response: response.reward)
-    log_eval(log, state, metrics, group[-1:] + group[:1] + responses[:2])
+    log_eval(log, state, metrics, responses[:2] + group[-1:] + group[:1])
     return metrics
 
 def now():
@@ -1301,6 +1300,7 @@ def written_whole(path):
 
 def save_model(policy, tokenizer, folder):
     """For transformers and vLLM, LoRA merged"""
+    logging.disable_progress_bar()
     config = policy.model.config
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=policy.compute_dtype)
@@ -1322,7 +1322,7 @@ TRAINED = dataclasses.replace(WHOLE, ignore_frozen_params=True, strict=False)
 def save_checkpoint(folder, policy, optimizer, ref_model, state):
     saved = {"state": json.loads(json.dumps(vars(state))),  # plain numbers only
              "weights": state_dicts.get_model_state_dict(policy, options=TRAINED)}
-    if optimizer.state:  # torch would fill an empty one by a step
+    if optimizer.state:  # torch fills an empty one with a step()
         saved["moments"] = state_dicts.get_optimizer_state_dict(policy, optimizer, options=TRAINED)
     if ref_model and state.ref_step:
         saved["ref"] = state_dicts.get_model_state_dict(ref_model, options=WHOLE)
@@ -1366,11 +1366,11 @@ def read_arguments(argv):
         given[match[1]] = (match[2] or "=True")[1:]
     return given
 
-def settings_of_run(typed):
+def settings_of_run(typed, out_dir):
     """-> the settings of the run to resume; what is typed wins"""
     folder = Path(typed["resume"])
     if typed["resume"] == "latest":
-        folder = Path(typed.get("out_dir", "out"), "latest")
+        folder = Path(typed.get("out_dir", out_dir), "latest")
     if not (folder / "config.json").exists():
         raise UserError(f"no run to resume in {folder}")
     saved = json.loads((folder / "config.json").read_text())
@@ -1429,7 +1429,7 @@ def make_run_folder(cfg, given):
     print(f"run folder: {folder}")
     return folder
 
-# ---- 7. Quick tests before every run
+# ---- 7. Quick tests
 
 def test_functions():
     """A worked batch, computed by a plain formula"""

@@ -1571,14 +1571,14 @@ def test_main_may_be_edited_and_what_tiny_replaces_is_said(tmp_path, warm_folder
     module = edited(tmp_path, " lr=2e-6,", " lr=5e-3, mine=-0.5, bonus=0.0,")
     arguments = ["--model_id=tiny", *SMALL, "--bonus=2", "--n_grpo_steps=1"]
     arguments.remove("--lr=1e-3")
-    module.main(arguments)
+    module.main(arguments, out_dir="mine")
     (line,) = re.findall("^tiny.py sets .*$", capsys.readouterr().out, re.MULTILINE)
     assert f"'lr': {tiny.SETTINGS['lr']}" in line and "'task': 'tiny'" in line
-    folder = tmp_path / "out" / "latest"
+    folder = tmp_path / "mine" / "latest"
     assert rows_of(folder)[1]["train/lr"] == pytest.approx(tiny.SETTINGS["lr"] / 2)
     assert (folder / "edited.py").read_text() == (tmp_path / "edited.py").read_text()
     assert folder.resolve().name.startswith("0001_model_id=tiny_") and "lr=" not in folder.name
-    cfg = module.main(["--resume=latest", "--mine=3"], only_settings=True)
+    cfg = module.main(["--resume=latest", "--mine=3"], only_settings=True, out_dir="mine")
     assert (cfg.mine, cfg.bonus) == (3, 2)
     assert module.main(["--model_id=mine"], only_settings=True).lr == 5e-3
 
