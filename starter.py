@@ -17,6 +17,7 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # before the slow imports
     sys.exit()
 
 STARTED = time.perf_counter()
+SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)  # may import this file
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1", "TORCH_CPP_LOG_LEVEL": "ERROR",
          "TRANSFORMERS_VERBOSITY": "error"}
@@ -267,7 +268,6 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         if kl_now and cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
             state.ref_step = step
-            state.kl_smooth = 0.0
         is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < minutes))
         if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
             metrics |= evaluate(policy, llm, task, log, state, responses)
@@ -333,7 +333,7 @@ def read_task(cfg):
     for name in {"tiny", "countdown"} & {cfg.model_id, cfg.task}:
         if LOCAL_RANK == 0 and not Path(name).exists():
             importlib.import_module(name).main()
-    gather("wait until they are made")
+    gather("wait for them")
     path, eval_path = cfg.task, cfg.eval_task
     if Path(path).is_dir():
         path, eval_path = f"{path}/train.jsonl", eval_path or f"{path}/test.jsonl"
@@ -345,7 +345,7 @@ def read_task(cfg):
         held_out = different[:min(cfg.n_eval, len(different) // 5)]
     names = {name for name, _ in held_out}
     training = [row for name, row in problems if name not in names]
-    print(f"{path}: {len(training)} of {len(problems)} rows, the others are held out")
+    print(f"{path}: {len(training)} rows to train on, {len(held_out)} held out")
     return training, [row for _, row in held_out[:cfg.n_eval]]
 
 def read_problems(path, template):
@@ -389,7 +389,7 @@ class Task:
             print(f"!!! max_prompt_tokens: {len(rows) - len(encoded)} of {len(rows)} prompts are "
                   "longer and left out")
         if not encoded:
-            raise UserError("no prompts are left: too few, or all are too long")
+            raise UserError("no prompts are left: too few, or too long")
         return encoded
 
     def problems(self, first):
@@ -937,8 +937,8 @@ def plan_memory(model, cfg, device):
         # Offloaded bf16 weights and gradients are still on the GPU during the update.
         cfg.vllm_sleep = cfg.offload and room - (2 if cfg.lora_rank else 6) * size < 3.5
     if cfg.offload:
-        print(f"{free / 2**30:.1f} GiB of GPU memory free: weights and optimizer in host memory "
-              f"(--offload=False keeps them on the GPU), vllm_sleep={cfg.vllm_sleep}")
+        print(f"{free / 2**30:.1f} GiB of GPU memory free: weights and optimizer in host memory, "
+              f"vllm_sleep={cfg.vllm_sleep}")
 
 def add_lora(policy, rank, seed):
     """Freeze the weights; train adapters beside the linear layers."""
@@ -1257,15 +1257,14 @@ class Log:  # the records of a run, written by rank 0
 def log_train(step, metrics, cfg):
     line = ("Step {step} | Loss: {train/loss:.4f} | Grad norm: {train/grad_norm:.4f} | "
             "Reward mean: {train/reward_mean:.3f} | Entropy: {train/entropy:.3} | "
-            "Tokens: {train/avg_output_tokens:.1f} | rollout {time/rollout:.2f} train "
-            "{time/train:.2f} sync {time/sync:.2f} s | ETA {minutes_left:.1f} min")
+            "Tokens: {train/avg_output_tokens:.1f} | Cut off: {train/truncated_frac:.1%} | "
+            "rollout {time/rollout:.2f} train {time/train:.2f} sync {time/sync:.2f} s | "
+            "ETA {minutes_left:.1f} min")
     if "kl/mean" in metrics:
         line += (" | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f} | "
                  "KL coef: {train/kl_coef:.2g}")
     minutes_left = (cfg.n_grpo_steps - step) * metrics["time/step"] / 60
     print(line.format(**{"train/entropy": "-"} | metrics, step=step, minutes_left=minutes_left))
-    if metrics["train/truncated_frac"] > 0.5 and not cfg.reward_truncated:
-        print("!!! most responses are cut off and earn 0: raise max_tokens or max_turns")
 
 def log_eval(log, state, metrics, responses):
     """One response goes to the console, all to TensorBoard and samples.jsonl."""
@@ -1354,7 +1353,7 @@ def catch_signals():
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return received
 
-# ---- 6. Settings: command line, checks, run folder
+# ---- 6. Settings, run folder
 
 def read_arguments(argv):
     """["--lr=1e-5", "--compile"] -> {"lr": "1e-5", "compile": "True"}"""
@@ -1373,6 +1372,9 @@ def settings_of_run(typed, out_dir):
         folder = Path(typed.get("out_dir", out_dir), "latest")
     if not (folder / "config.json").exists():
         raise UserError(f"no run to resume in {folder}")
+    for script in folder.glob("*.py"):
+        if script.name not in (Path(__file__).name, Path(SCRIPT).name):
+            print(f"!!! {script.name} started this run: its reward is not used now")
     saved = json.loads((folder / "config.json").read_text())
     return saved | typed | {"resume": str(folder.resolve())}
 
@@ -1422,7 +1424,7 @@ def make_run_folder(cfg, given):
     numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
     folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
     folder.mkdir(parents=True)
-    for script in {__file__, getattr(sys.modules["__main__"], "__file__", __file__)}:
+    for script in {__file__, SCRIPT}:
         shutil.copy(script, folder)
     (folder / "latest").symlink_to(folder.name)
     (folder / "latest").replace(out / "latest")

@@ -99,7 +99,7 @@ def process_kept():
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         # A run keeps a copy of the script that was started. That is not pytest.
-        patch.setattr(sys.modules["__main__"], "__file__", str(HERE / "starter.py"), raising=False)
+        patch.setattr(starter, "SCRIPT", starter.__file__)
         yield
     signal.signal(signal.SIGINT, handlers[0])
     signal.signal(signal.SIGTERM, handlers[1])
@@ -1457,7 +1457,7 @@ def test_each_rank_sees_a_gpu_of_its_own(visible, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if not visible:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    exec((HERE / "starter.py").read_text().split("\nimport ast")[0], {"__name__": "starter"})
+    exec((HERE / "starter.py").read_text(), {"__name__": "starter", "__file__": starter.__file__})
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
@@ -1567,8 +1567,8 @@ def test_main_may_be_edited_and_what_tiny_replaces_is_said(tmp_path, warm_folder
                                                            capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(warm_folder, tmp_path / "tiny")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "edited.py"))
     module = edited(tmp_path, " lr=2e-6,", " lr=5e-3, mine=-0.5, bonus=0.0,")
+    monkeypatch.setattr(module, "SCRIPT", module.__file__)
     arguments = ["--model_id=tiny", *SMALL, "--bonus=2", "--n_grpo_steps=1"]
     arguments.remove("--lr=1e-3")
     module.main(arguments, out_dir="mine")
@@ -1579,7 +1579,10 @@ def test_main_may_be_edited_and_what_tiny_replaces_is_said(tmp_path, warm_folder
     assert (folder / "edited.py").read_text() == (tmp_path / "edited.py").read_text()
     assert folder.resolve().name.startswith("0001_model_id=tiny_") and "lr=" not in folder.name
     cfg = module.main(["--resume=latest", "--mine=3"], only_settings=True, out_dir="mine")
-    assert (cfg.mine, cfg.bonus) == (3, 2)
+    assert (cfg.mine, cfg.bonus) == (3, 2) and "!!!" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="no hyperparameter mine"):
+        starter.main([f"--resume={folder}"], only_settings=True)
+    assert "!!! edited.py started this run" in capsys.readouterr().out
     assert module.main(["--model_id=mine"], only_settings=True).lr == 5e-3
 
 
@@ -1969,7 +1972,6 @@ def test_two_ranks_give_the_numbers_of_one(run_main, save_folder, warm_folder, t
             "flat": ["--rollout_batch_size=8", "--n_grpo_steps=5", "--eval_every=0"]}
     program = tmp_path / "program.py"
     program.write_text("import json, os, sys, starter, test_starter\n"
-                       "sys.modules['__main__'].__file__ = starter.__file__\n"
                        "starter.reward_fn = test_starter.half_flat\n"
                        "for arguments in json.loads(sys.argv[1]):\n    starter.main(arguments)\n"
                        "os._exit(0)  # as starter.py does\n")
