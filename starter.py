@@ -17,7 +17,7 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # before the slow imports
     sys.exit()
 
 STARTED = time.perf_counter()
-SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)  # may import this file
+SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)  # may import this
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1", "TORCH_CPP_LOG_LEVEL": "ERROR",
          "TRANSFORMERS_VERBOSITY": "error"}
@@ -389,7 +389,7 @@ class Task:
             print(f"!!! max_prompt_tokens: {len(rows) - len(encoded)} of {len(rows)} prompts are "
                   "longer and left out")
         if not encoded:
-            raise UserError("no prompts are left: too few, or too long")
+            raise UserError("no prompts are left: too few or too long")
         return encoded
 
     def problems(self, first):
@@ -463,18 +463,19 @@ def make_minibatches(cfg, step, n_rows):
     return minibatches
 
 def make_microbatches(batch, rows, cfg, is_packed):
-    """-> lists of rows, filled up to tokens_per_microbatch; equally many on all ranks"""
+    """-> lists of rows, filled up to tokens_per_microbatch; as many on all ranks"""
     if not is_packed:
         rows = sorted(rows, key=lambda row: -batch.lengths[row])
-    parts = []
-    n_tokens = 0
+    parts = [[]]
+    n_tokens = 0  # of the last
     for row in rows:
+        part = parts[-1]
         size = batch.lengths[row]
-        if parts and not is_packed:
-            size = batch.lengths[parts[-1][0]]  # padded to the longest
-        elif parts and batch.prompts[row] == batch.prompts[parts[-1][-1]]:
+        if part and not is_packed:
+            size = batch.lengths[part[0]]  # padded to the longest
+        elif part and batch.prompts[row] == batch.prompts[part[-1]]:
             size -= len(batch.prompts[row])  # computed once
-        if not parts or n_tokens + size > cfg.tokens_per_microbatch:
+        if part and n_tokens + size > cfg.tokens_per_microbatch:
             parts.append([])
             n_tokens = 0
             size = batch.lengths[row]
@@ -776,7 +777,7 @@ def start_vllm(policy, tokenizer, cfg):
     print("starting vLLM ...")
     from vllm.entrypoints.llm import LLM
     length = cfg.max_prompt_tokens + cfg.max_tokens
-    if policy.device.type == "cuda":  # decoding graphs only: a fast start
+    if policy.device.type == "cuda":  # decoding graphs only: fast start
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
                    "enable_sleep_mode": cfg.vllm_sleep,
                    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
@@ -793,7 +794,7 @@ def start_vllm(policy, tokenizer, cfg):
         llm = LLM(folder, **options, load_format="dummy", max_model_len=length,
                   skip_tokenizer_init=not TURN_ENDS, logprobs_mode="processed_logprobs",
                   max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
-    # Undo what vLLM patches if it lacks this model.
+    # Undo vLLM's patches if it lacks this model.
     model_class.__init__ = init
     model_class.__call__ = torch.nn.Module.__call__
     return llm
@@ -1374,7 +1375,7 @@ def settings_of_run(typed, out_dir):
         raise UserError(f"no run to resume in {folder}")
     for script in folder.glob("*.py"):
         if script.name not in (Path(__file__).name, Path(SCRIPT).name):
-            print(f"!!! {script.name} started this run: its reward is not used now")
+            print(f"!!! {script.name} started this run: its reward is not used")
     saved = json.loads((folder / "config.json").read_text())
     return saved | typed | {"resume": str(folder.resolve())}
 
@@ -1474,7 +1475,7 @@ def run(main):
     except torch.OutOfMemoryError as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = " > ".join(frame.name for frame in frames if frame.filename == __file__)
-        print(f"error: {error!s:.150} ... in {where}. What helps, in order: --offload=True, "
+        print(f"error: {error!s:.150} ... in {where}. Try in order: --offload=True, "
               "--vllm_sleep=True, a smaller --tokens_per_microbatch, another --gpu_mem_util, "
               "--lora_rank=32", file=sys.stderr)
     except BaseException:  # also a second Ctrl-C
