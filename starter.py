@@ -463,19 +463,18 @@ def make_minibatches(cfg, step, n_rows):
     return minibatches
 
 def make_microbatches(batch, rows, cfg, is_packed):
-    """-> lists of rows, filled up to tokens_per_microbatch; as many on all ranks"""
+    """-> lists of rows, filled up to tokens_per_microbatch; equally many on all ranks"""
     if not is_packed:
         rows = sorted(rows, key=lambda row: -batch.lengths[row])
-    parts = [[]]
+    parts = []
     n_tokens = 0  # of the last
     for row in rows:
-        part = parts[-1]
         size = batch.lengths[row]
-        if part and not is_packed:
-            size = batch.lengths[part[0]]  # padded to the longest
-        elif part and batch.prompts[row] == batch.prompts[part[-1]]:
+        if parts and not is_packed:
+            size = batch.lengths[parts[-1][0]]  # padded to the longest
+        elif parts and batch.prompts[row] == batch.prompts[parts[-1][-1]]:
             size -= len(batch.prompts[row])  # computed once
-        if part and n_tokens + size > cfg.tokens_per_microbatch:
+        if not parts or n_tokens + size > cfg.tokens_per_microbatch:
             parts.append([])
             n_tokens = 0
             size = batch.lengths[row]
@@ -1375,7 +1374,7 @@ def settings_of_run(typed, out_dir):
         raise UserError(f"no run to resume in {folder}")
     for script in folder.glob("*.py"):
         if script.name not in (Path(__file__).name, Path(SCRIPT).name):
-            print(f"!!! {script.name} started this run: its reward is not used")
+            print(f"!!! {script.name} started this run: its reward is not used now")
     saved = json.loads((folder / "config.json").read_text())
     return saved | typed | {"resume": str(folder.resolve())}
 
