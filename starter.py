@@ -17,7 +17,7 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # before the slow imports
     sys.exit()
 
 STARTED = time.perf_counter()
-SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)  # may import this
+SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)  # this or its importer
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1", "TORCH_CPP_LOG_LEVEL": "ERROR",
          "TRANSFORMERS_VERBOSITY": "error"}
@@ -61,7 +61,7 @@ def gather(value):
     return values
 
 def share(items):
-    """-> the part of this rank"""
+    """-> this rank's part"""
     return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
 
 def main(argv=None, only_settings=False, **defaults):
@@ -148,7 +148,7 @@ def main(argv=None, only_settings=False, **defaults):
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         print(f"resuming {cfg.resume} after step {saved['state']['step']}")
         if saved["state"]["step"] >= cfg.n_grpo_steps:
-            raise UserError("it has finished: add a larger --n_grpo_steps")
+            raise UserError("it has finished: raise --n_grpo_steps")
     policy, tokenizer = init_policy(cfg.model_id, cfg.max_prompt_tokens + cfg.max_tokens)
     task = Task(cfg, *rows, tokenizer, policy.stop_ids)
     plan_memory(policy.model, cfg, device)
@@ -206,7 +206,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         rewards = torch.tensor([response.reward for response in responses])
         advantages = group_advantages(rewards, cfg.group_size, cfg.use_std_normalization)  # [B]
         kl_now = kl_coef * state.kl_factor * min(1.0, step / max(1, cfg.kl_warmup_steps))
-        # Without advantage and KL there is no gradient. Step 1 checks all rows.
+        # Rows without advantage or KL have no gradient. Step 1 has all, for check_agreement().
         trained = [row for row in range(len(responses))
                    if step == 1 or kl_now or advantages[row] != 0]
         minibatches = make_minibatches(cfg, step, len(responses))
@@ -268,6 +268,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         if kl_now and cfg.ref_update_every and step % cfg.ref_update_every == 0:
             ref_model.load_state_dict(policy.state_dict())
             state.ref_step = step
+            state.kl_smooth = 0.0
         is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < minutes))
         if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
             metrics |= evaluate(policy, llm, task, log, state, responses)
@@ -333,7 +334,7 @@ def read_task(cfg):
     for name in {"tiny", "countdown"} & {cfg.model_id, cfg.task}:
         if LOCAL_RANK == 0 and not Path(name).exists():
             importlib.import_module(name).main()
-    gather("wait for them")
+    gather("wait")
     path, eval_path = cfg.task, cfg.eval_task
     if Path(path).is_dir():
         path, eval_path = f"{path}/train.jsonl", eval_path or f"{path}/test.jsonl"
@@ -467,7 +468,7 @@ def make_microbatches(batch, rows, cfg, is_packed):
     if not is_packed:
         rows = sorted(rows, key=lambda row: -batch.lengths[row])
     parts = []
-    n_tokens = 0  # of the last
+    n_tokens = 0
     for row in rows:
         size = batch.lengths[row]
         if parts and not is_packed:
@@ -776,7 +777,7 @@ def start_vllm(policy, tokenizer, cfg):
     print("starting vLLM ...")
     from vllm.entrypoints.llm import LLM
     length = cfg.max_prompt_tokens + cfg.max_tokens
-    if policy.device.type == "cuda":  # decoding graphs only: fast start
+    if policy.device.type == "cuda":  # decoding graphs: fast start
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
                    "enable_sleep_mode": cfg.vllm_sleep,
                    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
@@ -963,7 +964,7 @@ def compile_and_shard(policy, cfg, device):
     layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     if cfg.compile:
         torch._dynamo.config.specialize_float = True  # a dynamic temperature is slow
-        torch.fx.experimental._config.use_duck_shape = False  # two equal sizes may differ later
+        torch.fx.experimental._config.use_duck_shape = False  # equal sizes may differ later
         policy.chunk_stats = torch.compile(chunk_stats, dynamic=True)
     for layer in layers:
         if cfg.compile:
@@ -1374,7 +1375,7 @@ def settings_of_run(typed, out_dir):
         raise UserError(f"no run to resume in {folder}")
     for script in folder.glob("*.py"):
         if script.name not in (Path(__file__).name, Path(SCRIPT).name):
-            print(f"!!! {script.name} started this run: its reward is not used now")
+            print(f"!!! {script.name} started this run: its reward is not used")
     saved = json.loads((folder / "config.json").read_text())
     return saved | typed | {"resume": str(folder.resolve())}
 
