@@ -173,7 +173,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     # update_weights() sets the learning rate.
     optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    # Numbers that a checkpoint keeps; add your own
+    # Numbers in a checkpoint; add your own
     state = SimpleNamespace(
         step=0, next_problem=0, skipped=0, skips_in_a_row=0, lr_factor=1.0, first_accuracy=0.0,
         best_reward=-math.inf, first_gap=0.0, ref_step=0, kl_factor=1.0, kl_smooth=0.0)
@@ -388,7 +388,7 @@ class Task:
                     row | {"rendered": rendered, "prompt_ids": ids, "problem_number": number})
         if len(encoded) < len(rows):
             print(f"!!! max_prompt_tokens: {len(rows) - len(encoded)} of {len(rows)} prompts are "
-                  "longer and left out")
+                  "longer: left out")
         if not encoded:
             raise UserError("no prompts are left: too few or too long")
         return encoded
@@ -555,7 +555,7 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         # Logged: k3 weighted by pi/old, both capped.
         logged_kl = kl_weight * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
-            # A token pays for its k1 and that of all later tokens, under the policy of now.
+            # A token pays for its k1 and that of all later tokens.
             penalty = compute_kl_divergence(log_pi, log_ref, "k1").detach()
             advantages = advantages - kl_coef * penalty.flip(1).cumsum(1).flip(1)
         elif kl_estimator == "exact":
@@ -954,7 +954,7 @@ def add_lora(policy, rank, seed):
 def compile_and_shard(policy, cfg, device):
     """Each GPU keeps a part of the weights and computes in bf16."""
     policy.device = torch.device(device)
-    if cfg.tokens_per_microbatch <= 8192:  # memory is short
+    if cfg.offload or cfg.tokens_per_microbatch <= 8192:  # memory is short
         policy.logits_per_chunk = 2**26
     for parameter in policy.parameters():
         if not parameter.requires_grad:  # buffers (positions) stay float32
@@ -1262,9 +1262,9 @@ def log_train(step, metrics, cfg):
             "rollout {time/rollout:.2f} train {time/train:.2f} sync {time/sync:.2f} s | "
             "ETA {minutes_left:.1f} min")
     if "kl/mean" in metrics:
-        line += (" | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f} | "
-                 "KL coef: {train/kl_coef:.2g}")
-    minutes_left = (cfg.n_grpo_steps - step) * metrics["time/step"] / 60
+        line += " | KL: {kl/mean:.4f} | KL penalty: {train/kl_penalty:.4f}"
+    minutes_left = min((cfg.n_grpo_steps - step) * metrics["time/step"] / 60,
+                       (cfg.max_minutes or math.inf) - metrics["time/minutes"])
     print(line.format(**{"train/entropy": "-"} | metrics, step=step, minutes_left=minutes_left))
 
 def log_eval(log, state, metrics, responses):
@@ -1416,7 +1416,7 @@ def check_settings(cfg, typed):
             raise UserError(rule)
 
 def make_run_folder(cfg, given):
-    """-> a new folder such as out/0003_lr=1e-4, also called out/latest"""
+    """-> a new folder like out/0003_lr=1e-4, also out/latest"""
     if RANK:
         return None
     out = Path(cfg.out_dir).absolute()

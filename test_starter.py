@@ -1875,8 +1875,9 @@ def test_resuming_takes_over_all_settings(run_main, tmp_path):
     assert rows[7]["train/kl_coef"] != rows[1]["train/kl_coef"]
 
 
-def test_max_minutes_end_a_run_which_can_be_resumed(run_main):
+def test_max_minutes_end_a_run_which_can_be_resumed(run_main, capsys):
     folder = run_main("--max_minutes=1e-9")
+    assert "ETA -" in capsys.readouterr().out, "minutes left, not steps left"
     assert len(rows_of(folder)) == 2 and (folder / "model").exists()
     starter.main([f"--resume={folder}", "--max_minutes=1000"])
     assert len(rows_of(folder)) == 4
