@@ -151,7 +151,7 @@ def main(argv=None, only_settings=False, **defaults):
             raise UserError("it has finished: raise --n_grpo_steps")
     policy, tokenizer = init_policy(cfg.model_id, cfg.max_prompt_tokens + cfg.max_tokens)
     task = Task(cfg, *rows, tokenizer, policy.stop_ids)
-    plan_memory(policy.model, cfg, device)
+    plan_memory(policy, cfg, device)
     if cfg.lora_rank:
         add_lora(policy, cfg.lora_rank, cfg.seed)
     kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
@@ -919,12 +919,12 @@ def choose_layout(policy, longest_row):
                 return
     raise UserError(f"{type(model).__name__} is not supported: its log-probs differ")
 
-def plan_memory(model, cfg, device):
+def plan_memory(policy, cfg, device):
     """Decide what is "auto": does it fit on the GPU?"""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else (math.inf, 0)
     free = min(gather(free))
     room = (free - cfg.gpu_mem_util * total) / 2**30  # GiB beside vLLM
-    size = model.num_parameters() / WORLD / 2**30
+    size = policy.model.num_parameters() / WORLD / 2**30
     # float32 weights, gradients and two moments, bf16 weights. LoRA: bf16 weights, twice
     needed = (4 if cfg.lora_rank else 18) + 2 * cfg.use_kl_penalty
     spare = room - needed * size
@@ -937,6 +937,8 @@ def plan_memory(model, cfg, device):
     if cfg.vllm_sleep == "auto":
         # Offloaded bf16 weights and gradients are still on the GPU during the update.
         cfg.vllm_sleep = cfg.offload and room - (2 if cfg.lora_rank else 6) * size < 3.5
+    if cfg.offload or cfg.tokens_per_microbatch <= 8192:  # memory is short
+        policy.logits_per_chunk = 2**26
     if cfg.offload:
         print(f"{free / 2**30:.1f} GiB of GPU memory free: weights and optimizer in host memory, "
               f"vllm_sleep={cfg.vllm_sleep}")
@@ -954,8 +956,6 @@ def add_lora(policy, rank, seed):
 def compile_and_shard(policy, cfg, device):
     """Each GPU keeps a part of the weights and computes in bf16."""
     policy.device = torch.device(device)
-    if cfg.offload or cfg.tokens_per_microbatch <= 8192:  # memory is short
-        policy.logits_per_chunk = 2**26
     for parameter in policy.parameters():
         if not parameter.requires_grad:  # buffers (positions) stay float32
             parameter.data = parameter.data.to(policy.compute_dtype)

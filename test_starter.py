@@ -98,8 +98,7 @@ def process_kept():
     """What a run changes in this process is put back."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        # A run keeps a copy of the script that was started. That is not pytest.
-        patch.setattr(starter, "SCRIPT", starter.__file__)
+        patch.setattr(starter, "SCRIPT", starter.__file__)  # a run copies it; it is not pytest
         yield
     signal.signal(signal.SIGINT, handlers[0])
     signal.signal(signal.SIGTERM, handlers[1])
@@ -203,11 +202,10 @@ def settings_of(**changes):
     """The hyperparameters, those of the tiny model but for these"""
     cfg = starter.main(["--model_id=tiny"], only_settings=True)
     defaults = {"model_id": "none", "seed": 1, "rollout_batch_size": 24, "group_size": 4,
-                "max_tokens": 12,
-                "max_prompt_tokens": 64, "n_eval": 8, "prompt": "{question}=", "task": "file",
-                "eval_task": "", "warmup_steps": 0, "lr": 0.1, "tokens_per_microbatch": 10**6,
-                "reward_truncated": True, "vllm_sleep": False, "compile": False, "offload": False,
-                "gradient_checkpointing": False}
+                "max_tokens": 12, "max_prompt_tokens": 64, "n_eval": 8, "task": "file",
+                "prompt": "{question}=", "eval_task": "", "warmup_steps": 0, "lr": 0.1,
+                "tokens_per_microbatch": 10**6, "reward_truncated": True, "vllm_sleep": False,
+                "compile": False, "offload": False, "gradient_checkpointing": False}
     vars(cfg).update(defaults | changes)
     return cfg
 
@@ -1307,19 +1305,21 @@ def test_lora_reference_is_the_model_without_adapters_and_the_sampler_gets_merge
 def test_what_does_not_fit_is_offloaded_or_sleeps(monkeypatch, capsys, gigabytes, lora_rank,
                                                   tokens, offload, sleep):
     """A model of 1.5 B parameters"""
-    model = SimpleNamespace(num_parameters=lambda: 1.54e9)
+    policy = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 1.54e9))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0.97 * gigabytes * 2**30,
                                                              gigabytes * 2**30))
     cfg = settings_of(offload="auto", vllm_sleep="auto", lora_rank=lora_rank, gpu_mem_util=0.4,
                       tokens_per_microbatch=0)
-    starter.plan_memory(model, cfg, "cuda")
+    starter.plan_memory(policy, cfg, "cuda")
     assert cfg.tokens_per_microbatch == tokens
     assert (cfg.offload, cfg.vllm_sleep, cfg.gradient_checkpointing) == (offload, sleep, offload)
     text = capsys.readouterr().out
     assert ("host memory" in text) == offload and ("vllm_sleep=True" in text) == sleep
-    cfg = settings_of(offload=False, vllm_sleep=True)
-    starter.plan_memory(model, cfg, "cuda")
-    assert (cfg.offload, cfg.vllm_sleep) == (False, True), "what was asked for"
+    for offload in (False, True):
+        cfg, policy.logits_per_chunk = settings_of(offload=offload, vllm_sleep=True), 2**28
+        starter.plan_memory(policy, cfg, "cuda")
+        assert (cfg.offload, cfg.vllm_sleep) == (offload, True), "what was asked for"
+        assert policy.logits_per_chunk == (2**26 if offload else 2**28)
 
 
 
