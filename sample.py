@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-AS_IN_THE_RUN = ("task eval_task prompt use_vllm temperature max_tokens max_prompt_tokens "
-                 "max_turns reward_truncated").split()
+AS_IN_THE_RUN = ("task eval_task prompt use_vllm gpu_mem_util temperature max_tokens "
+                 "max_prompt_tokens max_turns reward_truncated").split()
 
 
 def find_model(model_id):

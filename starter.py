@@ -20,7 +20,7 @@ STARTED = time.perf_counter()
 SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)  # this or its importer
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-         "TRANSFORMERS_VERBOSITY": "error"}
+         "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
 os.environ.update(QUIET | dict(os.environ))
 # torchrun starts a process (rank) per GPU, which sees only its own.
 RANK = int(os.environ.get("RANK", 0))
@@ -45,7 +45,6 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 print = functools.partial(print, flush=True)
@@ -116,15 +115,15 @@ def main(argv=None, only_settings=False, **defaults):
         use_kl_penalty=False,
         kl_coef=0.005,  # for 250 tokens per response; longer ones need less
         kl_estimator="k3",  # or "k1", "k2", "exact" (over the vocabulary)
-        kl_importance_weight=True,  # False: the estimator's own gradient; k1 has none (KL.md)
+        kl_importance_weight=True,  # False: the plain formula (KL.md)
         kl_in="loss",  # or "reward", with k1
         kl_warmup_steps=0,  # kl_coef rises linearly
         target_kl=0.0,  # nats per token; above 0: kl_coef is adapted to reach it
         ref_update_every=0,  # steps; 0: never
     )
     # ----
-    override(cfg, defaults)
-    given = settings_of_run(typed, cfg.out_dir) if "resume" in typed else typed
+    override(cfg, defaults | typed)
+    given = settings_of_run(cfg, typed) if cfg.resume else typed
     if given.get("model_id", cfg.model_id) == "tiny":
         from tiny import SETTINGS
         vars(cfg).update(SETTINGS)
@@ -230,7 +229,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             for i, micro in enumerate(microbatches, 1):
                 is_final = i == len(microbatches)
                 if WORLD == 1 and policy.device.type == "cuda":
-                    # Until then, keep bf16 weights and add up offloaded gradients.
+                    # Before that, keep bf16 weights and add up offloaded gradients.
                     policy.set_reshard_after_backward(is_final or cfg.vllm_sleep)
                     policy.set_requires_gradient_sync(is_final or not cfg.offload)
                 # divisor replaces len(microbatches) and max_tokens.
@@ -655,7 +654,9 @@ def update_weights(policy, optimizer, loss, cfg, state):
 
 def adapt_kl_coef(state, kl, cfg):
     """Steer the KL to target_kl with 0.1 to 100 times kl_coef."""
-    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2  # of a spike only a part
+    if not math.isfinite(kl):
+        return
+    state.kl_smooth = (state.kl_smooth + min(5 * cfg.target_kl, kl)) / 2
     if state.kl_smooth > 1.5 * cfg.target_kl:
         state.kl_factor = min(1.5 * state.kl_factor, 100.0)
     elif state.kl_smooth < 0.5 * cfg.target_kl:
@@ -805,7 +806,7 @@ def load_policy_into_vllm_instance(policy, llm):
     if isinstance(llm, TorchSampler):
         llm.model.load_state_dict(dict(full_weights(policy)))
         return
-    # vLLM wants a tied output layer, too, but Gemma 2 has none there.
+    # In vLLM, tied models have an output layer, too; Gemma 2 has none.
     has_head = llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]
     weights = checkpoint_weights(policy, has_head)
     if policy.device.type == "cuda":
@@ -1161,10 +1162,9 @@ def pad(input_ids, labels, mask, device):
 def packed_attention(module, query, key, value, attention_mask, *, key_slots, query_starts,
                      key_starts, longest, scaling=None, **options):
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
-    # No row is longer than a sliding window. Other options belong to other attentions.
+    # No row is longer than a sliding window. For other attentions choose_layout() takes padding.
     is_plain = options.keys() <= {"dropout", "position_ids", "use_cache", "sliding_window"}
-    if not (is_plain and attention_mask is None and query.shape[-1] == value.shape[-1] <= 256):
-        raise NotImplementedError("choose_layout() then pads")
+    assert is_plain and attention_mask is None and query.shape[-1] == value.shape[-1] <= 256
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, d]
     if q.is_cuda and q.dtype == torch.bfloat16:
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
@@ -1236,7 +1236,7 @@ class Log:  # the records of a run, written by rank 0
             temporary.write_text(json.dumps(vars(cfg), indent=1))
         step = saved["state"]["step"] if saved else -1
         path = folder / "metrics.jsonl"
-        if path.exists():  # steps after the checkpoint are repeated
+        if path.exists():  # steps after the checkpoint repeat
             lines = path.read_bytes().splitlines(True)
             os.truncate(path, sum(map(len, lines[:step + 1])))
         from torch.utils.tensorboard import SummaryWriter
@@ -1300,7 +1300,6 @@ def written_whole(path):
 
 def save_model(policy, tokenizer, folder):
     """For transformers and vLLM, LoRA merged"""
-    logging.disable_progress_bar()
     config = policy.model.config
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=policy.compute_dtype)
@@ -1366,11 +1365,11 @@ def read_arguments(argv):
         given[match[1]] = (match[2] or "=True")[1:]
     return given
 
-def settings_of_run(typed, out_dir):
+def settings_of_run(cfg, typed):
     """-> the settings of the run to resume; what is typed wins"""
-    folder = Path(typed["resume"])
-    if typed["resume"] == "latest":
-        folder = Path(typed.get("out_dir", out_dir), "latest")
+    folder = Path(cfg.resume)
+    if cfg.resume == "latest":
+        folder = Path(cfg.out_dir, "latest")
     if not (folder / "config.json").exists():
         raise UserError(f"no run to resume in {folder}")
     for script in folder.glob("*.py"):
@@ -1393,7 +1392,7 @@ def override(cfg, given):
             elif isinstance(default, bool):
                 value = flags[str(value).lower()]
             else:
-                value = type(default)(str(value))  # int("0.5") raises, int(0.5) would be 0
+                value = type(default)(str(value))  # int("0.5") raises
             if not isinstance(value, str) and value < 0 <= default:
                 raise ValueError
         except (ValueError, KeyError):
@@ -1414,6 +1413,8 @@ def check_settings(cfg, typed):
     for rule, is_kept in rules.items():
         if not is_kept:
             raise UserError(rule)
+    if (cfg.kl_in, cfg.kl_estimator, cfg.kl_importance_weight) == ("loss", "k1", False):
+        print("!!! plain k1 in the loss is no penalty: its mean gradient is 0")
 
 def make_run_folder(cfg, given):
     """-> a new folder like out/0003_lr=1e-4, also out/latest"""

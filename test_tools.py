@@ -86,12 +86,12 @@ def test_sample_never_measures_problems_that_the_run_was_trained_on(tmp_path, fl
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     flags = [re.sub("TASK|OTHER", rf"{tmp_path}/\g<0>", flag) for flag in flags]
     run = starter.main(["--model_id=none", f"--task={tmp_path / 'TASK'}", "--n_eval=30"], True)
-    write_config(tmp_path, **vars(run))
+    write_config(tmp_path, **vars(run) | {"gpu_mem_util": 0.85})
     model_id, settings = sample.find_model(str(tmp_path / "model"))
     cfg = sample.read_settings(starter, starter.read_arguments(flags), model_id, settings)
     trained = {row["question"] for row in starter.read_task(run)[0]}
     measured = {row["question"] for row in starter.read_task(cfg)[1]}
-    assert measured and not measured & trained
+    assert measured and not measured & trained and cfg.gpu_mem_util == 0.85
 
 
 def test_sample_refuses_what_would_change_the_held_out_problems(tmp_path):
