@@ -127,12 +127,11 @@ def main(argv=None, only_settings=False, **defaults):
     if given.get("model_id", cfg.model_id) == "tiny":
         from tiny import SETTINGS
         vars(cfg).update(SETTINGS)
+        print("tiny.py sets", SETTINGS)
     override(cfg, given)
     check_settings(cfg, typed)
     if only_settings:
         return cfg
-    if cfg.model_id == "tiny":
-        print("tiny.py sets", SETTINGS)
     test_functions()
     device = "cuda" if has_gpu else "cpu"
     if not dist.is_initialized():
@@ -806,7 +805,7 @@ def load_policy_into_vllm_instance(policy, llm):
     if isinstance(llm, TorchSampler):
         llm.model.load_state_dict(dict(full_weights(policy)))
         return
-    # In vLLM, tied models have an output layer, too; Gemma 2 has none.
+    # In vLLM tied models have an output layer; Gemma 2 has none.
     has_head = llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]
     weights = checkpoint_weights(policy, has_head)
     if policy.device.type == "cuda":
@@ -1162,9 +1161,10 @@ def pad(input_ids, labels, mask, device):
 def packed_attention(module, query, key, value, attention_mask, *, key_slots, query_starts,
                      key_starts, longest, scaling=None, **options):
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
-    # No row is longer than a sliding window. For other attentions choose_layout() takes padding.
+    # No row is longer than a sliding window. Other options belong to other attentions.
     is_plain = options.keys() <= {"dropout", "position_ids", "use_cache", "sliding_window"}
-    assert is_plain and attention_mask is None and query.shape[-1] == value.shape[-1] <= 256
+    if not (is_plain and attention_mask is None and query.shape[-1] == value.shape[-1] <= 256):
+        raise NotImplementedError("choose_layout() then pads")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, d]
     if q.is_cuda and q.dtype == torch.bfloat16:
         out = varlen_attn(q, k[key_slots], v[key_slots], query_starts, key_starts, longest, longest,
@@ -1414,7 +1414,7 @@ def check_settings(cfg, typed):
         if not is_kept:
             raise UserError(rule)
     if (cfg.kl_in, cfg.kl_estimator, cfg.kl_importance_weight) == ("loss", "k1", False):
-        print("!!! plain k1 in the loss is no penalty: its mean gradient is 0")
+        print("!!! plain k1 is no penalty: its mean gradient is 0")
 
 def make_run_folder(cfg, given):
     """-> a new folder like out/0003_lr=1e-4, also out/latest"""
