@@ -228,7 +228,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             for i, micro in enumerate(microbatches, 1):
                 is_final = i == len(microbatches)
                 if WORLD == 1 and policy.device.type == "cuda":
-                    # Before that, keep bf16 weights and add up offloaded gradients.
+                    # Until the last, keep bf16 weights and sum offloaded gradients.
                     policy.set_reshard_after_backward(is_final or cfg.vllm_sleep)
                     policy.set_requires_gradient_sync(is_final or not cfg.offload)
                 # divisor replaces len(microbatches) and max_tokens.
