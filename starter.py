@@ -20,7 +20,7 @@ STARTED = time.perf_counter()
 SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)  # this or its importer
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-         "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+         "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "TORCH_LOGS": "-torch._library"}
 os.environ.update(QUIET | dict(os.environ))
 # torchrun starts a process (rank) per GPU, which sees only its own.
 RANK = int(os.environ.get("RANK", 0))
@@ -51,6 +51,12 @@ print = functools.partial(print, flush=True)
 
 class UserError(Exception):
     """One line instead of a traceback"""
+
+def join_ranks(has_gpu):
+    if not dist.is_initialized():
+        store = dist.HashStore() if WORLD == 1 else None  # None: that of torchrun
+        backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+        dist.init_process_group(backend, rank=RANK, world_size=WORLD, store=store)
 
 def gather(value):
     """-> [value on rank 0, on rank 1, ...]"""
@@ -134,10 +140,7 @@ def main(argv=None, only_settings=False, **defaults):
         return cfg
     test_functions()
     device = "cuda" if has_gpu else "cpu"
-    if not dist.is_initialized():
-        store = dist.HashStore() if WORLD == 1 else None  # None: that of torchrun
-        backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-        dist.init_process_group(backend, rank=RANK, world_size=WORLD, store=store)
+    join_ranks(has_gpu)
     torch.use_deterministic_algorithms(not has_gpu)  # parallel sums on a CPU differ otherwise
     rows = read_task(cfg)
     saved = None
@@ -201,7 +204,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         if cfg.vllm_sleep:
             llm.sleep(level=2)
         batch = make_batch(responses)
-        rewards = torch.tensor([response.reward for response in responses])
+        rewards = torch.tensor([x.reward for x in responses])
         advantages = group_advantages(rewards, cfg.group_size, cfg.use_std_normalization)  # [B]
         kl_now = kl_coef * state.kl_factor * min(1.0, step / max(1, cfg.kl_warmup_steps))
         # Rows without advantage or KL have no gradient. Step 1 has all, for check_agreement().
@@ -219,18 +222,14 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         # Update: one optimizer step per minibatch
         details, losses, grad_norms = [], [], []
         for rows in minibatches:
-            # Of all rows, trained or not. Mean: fully_shard averages over ranks.
+            # Of all rows. Mean: fully_shard averages over ranks.
             divisor = np.mean(gather(loss_divisor(
                 batch.response_mask[rows], cfg.loss_type, cfg.max_tokens)))
             trained_rows = sorted(set(rows) & set(trained))
             microbatches = make_microbatches(batch, trained_rows, cfg, policy.is_packed)
             loss = 0.0
-            for i, micro in enumerate(microbatches, 1):
-                is_final = i == len(microbatches)
-                if WORLD == 1 and policy.device.type == "cuda":
-                    # Until the last, keep bf16 weights and sum offloaded gradients.
-                    policy.set_reshard_after_backward(is_final or cfg.vllm_sleep)
-                    policy.set_requires_gradient_sync(is_final or not cfg.offload)
+            for micro in microbatches:
+                before_backward(policy, micro is microbatches[-1], cfg)
                 # divisor replaces len(microbatches) and max_tokens.
                 _, metadata = grpo_microbatch_step(
                     policy, batch.input_ids[micro], batch.labels[micro],
@@ -364,7 +363,7 @@ def read_problems(path, template):
             problems.append((f"{texts} {row.get('answer')}", row))
     except Exception as error:
         raise UserError(f"{path}, line {number}: {error!r}. A line is an object with prompt (or "
-                        f"the fields of --prompt={template!r:.90}) and answer") from None
+                        "the fields of --prompt) and answer") from None
     return problems
 
 class Task:
@@ -513,7 +512,7 @@ def grpo_microbatch_step(
     if loss_type == "grpo":
         loss = loss / mask.sum(-1, keepdim=True).clamp(min=1)
     loss = loss.sum() / max(divisor, 1e-9)
-    # Before backward(): it waits for the forward pass only.
+    # Before backward(), so as not to wait for it
     metadata["loss"] = loss.item()
     metadata["entropy"] = entropy.sum().item() / max(1, metadata["n_tokens"])
     loss.backward()
@@ -734,7 +733,7 @@ def grade(responses, reward_truncated):
             if not abs(response.reward) < 1e38:
                 raise ValueError(f"the reward is {response.reward}")
         except Exception as error:
-            error.add_note(f"reward_fn was called for the response {text!r:.1000}")
+            error.add_note(f"reward_fn got the response {text!r:.1000}")
             raise
         if not (response.finished or reward_truncated):
             response.reward = min(0.0, response.reward)
@@ -983,6 +982,12 @@ def compile_and_shard(policy, cfg, device):
         fully_shard(module, **options)
     for buffer in policy.buffers():
         buffer.data = buffer.data.to(device)
+
+def before_backward(policy, is_last, cfg):
+    """Until the last microbatch, keep bf16 weights and sum offloaded gradients."""
+    if WORLD == 1 and policy.device.type == "cuda":
+        policy.set_reshard_after_backward(is_last or cfg.vllm_sleep)
+        policy.set_requires_gradient_sync(is_last or not cfg.offload)
 
 def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -1345,7 +1350,7 @@ def catch_signals():
     def handler(number, frame):
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after this step; press Ctrl-C again to quit without saving")
+        print("\nstopping after this step; Ctrl-C again quits without saving")
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
@@ -1361,7 +1366,7 @@ def read_arguments(argv):
     for word in argv:
         match = re.fullmatch("--([a-z_]+)(=.*)?", word, re.DOTALL)
         if not match:
-            raise UserError(f"cannot read {word!r}: write --name=value (see --help)")
+            raise UserError(f"cannot read {word!r}: write --name=value")
         given[match[1]] = (match[2] or "=True")[1:]
     return given
 

@@ -1897,7 +1897,7 @@ def test_an_error_in_the_reward_loses_no_finished_step(run_main, monkeypatch):
     monkeypatch.setattr(starter, "reward_fn", failing)
     with pytest.raises(KeyError) as error:
         run_main(*arguments)
-    assert "reward_fn was called" in error.value.__notes__[0]
+    assert "reward_fn got the response" in error.value.__notes__[0]
     assert repr(calls[-1]) in error.value.__notes__[0]
     folder = whole.parents[1] / "out" / "latest"
     assert rows_of(folder)[-1]["step"] == 2
