@@ -1,7 +1,7 @@
 """The measurements of KL.md: what the KL penalty does to the tiny model, and toys by enumeration.
 
     python kl_sweep.py --toys         value and gradient of each KL term (seconds)
-    python kl_sweep.py                the table of appendix A (more than an hour)
+    python kl_sweep.py                the table of appendix A (half an hour)
     python kl_sweep.py --quick        a small version of it (minutes)
     python kl_sweep.py --against="kl_coef 0.1"    differences from that run, of the last full sweep
     python kl_sweep.py --figure       only assets/kl_estimators.png (seconds)
