@@ -106,10 +106,10 @@ def main(argv=None, only_settings=False, **defaults):
         gpu_mem_util=0.4,  # vLLM's share of GPU memory
         vllm_sleep="auto",  # free it during the update; auto: if nothing else fits
         # update
-        lr=2e-6,
+        lr=1.5e-6,
         warmup_steps=10,  # lr rises linearly
         max_grad_norm=1.0,  # 0: no clipping
-        inner_epochs=1,  # passes over each batch
+        inner_epochs=1,  # passes over a batch
         n_minibatches=1,  # optimizer steps per pass
         tokens_per_microbatch=0,  # 0: 20480, or 8192 on a small GPU
         # loss

@@ -1499,7 +1499,7 @@ def test_settings_come_from_main_tiny_the_script_and_the_command_line(monkeypatc
     assert cfg.model_id == "tiny" and not cfg.compile and cfg.temperature == 1.0
     assert {name: getattr(cfg, name) for name in tiny.SETTINGS} == tiny.SETTINGS
     cfg = settings(["--model_id=mine"])
-    assert (cfg.lr, cfg.task, cfg.group_size) == (2e-6, "countdown", 16)
+    assert (cfg.lr, cfg.task, cfg.group_size) == (1.5e-6, "countdown", 16)
     cfg = settings(["--lr=1e-5", KL, "--prompt=a=b"], model_id="mine", lr=1.0, seed=7)
     assert (cfg.lr, cfg.seed, cfg.use_kl_penalty, cfg.prompt) == (1e-5, 7, True, "a=b")
     cfg = settings(["--task=mine.jsonl"])
@@ -1566,7 +1566,7 @@ def edited(tmp_path, pattern, text):
 def test_main_may_be_edited_and_tiny_says_what_it_sets(tmp_path, warm_folder, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(warm_folder, tmp_path / "tiny")
-    module = edited(tmp_path, " lr=2e-6,", " lr=5e-3, mine=-0.5, bonus=0.0,")
+    module = edited(tmp_path, " lr=1.5e-6,", " lr=5e-3, mine=-0.5, bonus=0.0,")
     monkeypatch.setattr(module, "SCRIPT", module.__file__)
     arguments = ["--model_id=tiny", *SMALL, "--bonus=2", "--n_grpo_steps=1"]
     arguments.remove("--lr=1e-3")
