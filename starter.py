@@ -190,13 +190,9 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         # Rollout: group_size responses to each prompt; reward each
         started = now()
         problems = task.problems(state.next_problem)
-        try:
+        with steps_kept(*parts):
             responses = rollout_with_vllm(llm, task, share(problems), cfg.group_size, cfg.seed)
             grade(responses, cfg.reward_truncated)
-        except Exception:  # in reward_fn: keep the steps
-            if WORLD == 1:
-                save_checkpoint(*parts)
-            raise
         state.next_problem += len(problems)
         state.step = step
 
@@ -267,9 +263,12 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             state.ref_step = step
             state.kl_smooth = 0.0
         is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < minutes))
-        if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
-            metrics |= evaluate(policy, llm, task, log, state, responses)
-        log.write(step, metrics)
+        try:
+            if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
+                with steps_kept(*parts):
+                    metrics |= evaluate(policy, llm, task, log, state, responses)
+        finally:
+            log.write(step, metrics)
         is_stopped = any(gather(len(signals)))
         if is_stopped or is_last:
             save_model(policy, task.tokenizer, log.folder / "model")
@@ -934,7 +933,7 @@ def plan_memory(policy, cfg, device):
         cfg.offload = spare < 3.5
         cfg.gradient_checkpointing |= cfg.offload
     if cfg.vllm_sleep == "auto":
-        # Offloaded bf16 weights and gradients are still on the GPU during the update.
+        # Offloaded bf16 weights and gradients are on the GPU during the update.
         cfg.vllm_sleep = cfg.offload and room - (2 if cfg.lora_rank else 6) * size < 3.5
     if cfg.offload or cfg.tokens_per_microbatch <= 8192:  # memory is short
         policy.logits_per_chunk = 2**26
@@ -1166,7 +1165,7 @@ def pad(input_ids, labels, mask, device):
 def packed_attention(module, query, key, value, attention_mask, *, key_slots, query_starts,
                      key_starts, longest, scaling=None, **options):
     """Causal attention; the queries of a row are its last tokens. query: [1, heads, N, d]"""
-    # No row is longer than a sliding window. Other options belong to other attentions.
+    # No row is longer than a sliding window.
     is_plain = options.keys() <= {"dropout", "position_ids", "use_cache", "sliding_window"}
     if not (is_plain and attention_mask is None and query.shape[-1] == value.shape[-1] <= 256):
         raise NotImplementedError("choose_layout() then pads")
@@ -1198,15 +1197,15 @@ def evaluate_model(llm, task, n=1):
     metrics = {"eval/accuracy": (rewards >= 0.9).mean(), "eval/mean_reward": rewards.mean()}
     return metrics, responses
 
-def evaluate(policy, llm, task, log, state, trained=()):
-    """-> metrics. Keeps best/. trained: responses of which a group is shown"""
+def evaluate(policy, llm, task, log, state, rollout=()):
+    """-> metrics. Keeps best/. rollout: responses of which a group is shown"""
     metrics, responses = evaluate_model(llm, task)
     if state.step == 0:
         state.first_accuracy = metrics["eval/accuracy"]
     elif metrics["eval/mean_reward"] > state.best_reward:
         save_model(policy, task.tokenizer, log.folder / "best")
     state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
-    group = sorted(trained[:task.cfg.group_size], key=lambda response: response.reward)
+    group = sorted(rollout[:task.cfg.group_size], key=lambda response: response.reward)
     log_eval(log, state, metrics, responses[:2] + group[-1:] + group[:1])
     return metrics
 
@@ -1217,7 +1216,7 @@ def now():
 
 def step_metrics(responses, details, group_size, kl_coef):
     """-> {name: number} over all ranks"""
-    rows = [(x.reward, len(x.ids), not x.finished) for x in responses]
+    rows = [(x.reward, sum(x.mask), not x.finished) for x in responses]
     rewards, lengths, truncated = np.array(sum(gather(rows), [])).T
     spread = np.ptp(rewards.reshape(-1, group_size), axis=1)
     metrics = {
@@ -1333,6 +1332,16 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
     if RANK == 0:
         with written_whole(folder / "checkpoint.pt") as temporary:
             torch.save(saved, temporary)
+
+@contextlib.contextmanager
+def steps_kept(*parts):
+    """After an error in reward_fn or reply, too"""
+    try:
+        yield
+    except Exception:
+        if WORLD == 1:
+            save_checkpoint(*parts)
+        raise
 
 def restore(saved, policy, optimizer, ref_model, state):
     state_dicts.set_model_state_dict(policy, saved["weights"], options=TRAINED)
@@ -1479,13 +1488,12 @@ def run(main):
         print(f"error: {error}", file=sys.stderr)
         code = 2
     except torch.OutOfMemoryError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = " > ".join(frame.name for frame in frames if frame.filename == __file__)
-        print(f"error: {error!s:.150} ... in {where}. Try in order: --offload=True, "
-              "--vllm_sleep=True, a smaller --tokens_per_microbatch, another --gpu_mem_util, "
-              "--lora_rank=32", file=sys.stderr)
+        print(f"error: {error!s:.150} ... Try in order: --offload=True, --vllm_sleep=True, "
+              "a smaller --tokens_per_microbatch, another --gpu_mem_util, --lora_rank=32",
+              file=sys.stderr)
     except BaseException:  # also a second Ctrl-C
         traceback.print_exc()
+    sys.stdout.flush()
     os._exit(code)  # a plain exit may hang
 
 if __name__ == "__main__":
