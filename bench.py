@@ -215,7 +215,7 @@ def compare_with_trl(options):
 def again(*flags):
     """This program in a new process, so with all of the GPU -> its result"""
     output = subprocess.check_output([sys.executable, *sys.argv, *flags], text=True)
-    print(output, flush=True)
+    print(output)
     return json.loads(output.splitlines()[-1])
 
 

@@ -107,7 +107,7 @@ def run(name, start, seed, steps):
         raise KeyboardInterrupt  # Ctrl-C ended it early
     result = measure(folder / "latest" / "model", start)
     done.write_text(json.dumps(result))
-    print(f"{name}, {start.name}: {result}", flush=True)
+    print(f"{name}, {start.name}: {result}")
     return result
 
 

@@ -71,7 +71,7 @@ def print_share(name, values):
     padded = np.array([*values, 0, 0, 1, 1])
     half = 1.96 * padded.std() / len(padded) ** 0.5
     low, high = np.clip([padded.mean() - half, padded.mean() + half], 0, 1)
-    print(f"{name:18} {np.mean(values):.3f}  (95 %: {low:.3f} to {high:.3f})", flush=True)
+    print(f"{name:18} {np.mean(values):.3f}  (95 %: {low:.3f} to {high:.3f})")
 
 
 def printable(text):
@@ -116,7 +116,7 @@ def chat(trainer, llm, task):
         response = trainer.rollout_with_vllm(llm, task, [problem], 1, f"chat/{number}")[0]
         text = "".join(turn["content"] for turn in response.problem["turns"])
         messages.append({"role": "assistant", "content": text})
-        print(f"model: {printable(text)}", flush=True)
+        print(f"model: {printable(text)}")
 
 
 def main(argv=None):

@@ -47,7 +47,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-print = functools.partial(print, flush=True)
 
 class UserError(Exception):
     """One line instead of a traceback"""
@@ -1335,7 +1334,7 @@ def save_checkpoint(folder, policy, optimizer, ref_model, state):
 
 @contextlib.contextmanager
 def steps_kept(*parts):
-    """After an error in reward_fn or reply, too"""
+    """Save a checkpoint if reward_fn or reply fails."""
     try:
         yield
     except Exception:
@@ -1478,6 +1477,7 @@ def test_functions():
     print("=== All Tests Passed! ===")
 
 def run(main):
+    sys.stdout.reconfigure(line_buffering=True)
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     code = 1
@@ -1493,7 +1493,6 @@ def run(main):
               file=sys.stderr)
     except BaseException:  # also a second Ctrl-C
         traceback.print_exc()
-    sys.stdout.flush()
     os._exit(code)  # a plain exit may hang
 
 if __name__ == "__main__":
