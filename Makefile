@@ -13,7 +13,7 @@ train: $(VENV)/ready
 	$(RUN) starter.py $(ARGS)
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -q -n 2 --dist loadgroup test_starter.py test_tools.py examples $(ARGS)
+	$(RUN) -m pytest -q -n 2 --dist loadgroup test_starter.py tests $(ARGS)
 
 bench: $(VENV)/ready
 	$(RUN) bench.py $(ARGS)

@@ -17,7 +17,6 @@ import functools, gc, importlib.util, json, math, random, statistics, subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import tiny
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -28,6 +27,7 @@ REPORTED = ("offload", "vllm_sleep", "tokens_per_microbatch", "gpu_mem_util", "u
             "use_kl_penalty", "gradient_checkpointing", "compile", "lora_rank")
 GIB = 2**30
 ORIGINAL = SimpleNamespace(**vars(starter))  # Bench replaces some of its functions
+tiny = starter.load_task_file("tiny")
 
 
 def main():
@@ -39,19 +39,21 @@ def main():
         size=size, model_dir="", prompts=16, group=8, prompt_tokens=16 if is_tiny else 128,
         new_tokens=32 if is_tiny else 256, steps=5, warmup=2, rollout=True, gpu_gib=0.0, peer="",
         trl_microbatch=128 if is_tiny else 16)
-    starter.override(options, {name: given[name] for name in vars(options) if name in given})
-    argv = [f"--{name}={value}" for name, value in given.items() if name not in vars(options)]
+    own = {name: given.pop(name) for name in vars(options) if name in given}
+    starter.override(options, own)
     with tempfile.TemporaryDirectory() as folder:
         options.model_dir = str(Path(options.model_dir or f"{folder}/model").absolute())
         work = {
-            "model_id": options.model_dir, "task": f"{folder}/task.jsonl",
+            "model_id": options.model_dir, "task": folder,
             "out_dir": f"{folder}/out", "n_grpo_steps": options.warmup + options.steps,
             "eval_every": 0, "n_eval": 1, "save_every": 0, "reward_truncated": True,
             "rollout_batch_size": options.prompts * options.group, "group_size": options.group,
             "max_prompt_tokens": options.prompt_tokens, "max_tokens": options.new_tokens}
         check_options(options, [name for name in work if name in given], has_gpu)
-        work["use_vllm"] = has_gpu  # on a CPU, its start takes longer than the measurement
-        cfg = starter.main(argv, only_settings=True, **work)  # finds bad settings
+        # On a CPU, the start of vLLM takes longer than the measurement.
+        settings = {"use_vllm": has_gpu} | given | work
+        argv = [f"--{name}={value}" for name, value in settings.items()]
+        cfg = starter.main(argv, only_settings=True)  # finds bad settings
         if not Path(options.model_dir).exists():
             make_model_folder(size, Path(options.model_dir))
         if options.peer == "trl":
@@ -59,7 +61,7 @@ def main():
         elif options.peer == "trl_alone":
             result = measure_trl(options, cfg)
         else:
-            result = measure(options, cfg, argv, work)
+            result = measure(options, cfg, argv)
     print(json.dumps(result | {"options": vars(options)}))
 
 
@@ -89,7 +91,7 @@ def make_model_folder(size, folder):
             bos_token_id=None, eos_token_id=256, pad_token_id=257)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with starter.written_whole(folder) as temporary:
+    with starter.atomic_write(folder) as temporary:
         model.save_pretrained(temporary)
         tiny.make_tokenizer().save_pretrained(temporary)
 
@@ -113,13 +115,14 @@ def hold_memory(gib):
 
 def random_prompts(options):
     rng = random.Random(0)
-    n = options.prompts * (options.warmup + options.steps) + 1  # the trainer holds one out
+    n = options.prompts * (options.warmup + options.steps) + 1  # one is held out
     return ["".join(rng.choices("abcdefghij", k=options.prompt_tokens)) for _ in range(n)]
 
 
-def measure(options, cfg, argv, work):
-    rows = [json.dumps({"prompt": prompt}) for prompt in random_prompts(options)]
-    Path(cfg.task).write_text("\n".join(rows))
+def measure(options, cfg, argv):
+    lines = [json.dumps({"prompt": prompt}) for prompt in random_prompts(options)]
+    Path(cfg.task, "test.jsonl").write_text(lines[0])
+    Path(cfg.task, "train.jsonl").write_text("\n".join(lines[1:]))
     gc.collect()  # what is left of making the model
     torch.cuda.empty_cache()
     if options.gpu_gib:
@@ -127,7 +130,7 @@ def measure(options, cfg, argv, work):
         child = hold_memory(options.gpu_gib)  # for as long as there is this name
         argv = [*argv, f"--gpu_mem_util={cfg.gpu_mem_util * options.gpu_gib * GIB / total}"]
     bench = Bench(options)
-    starter.main(argv, **work)
+    starter.main(argv)
     return bench.result()
 
 
@@ -139,7 +142,7 @@ class Bench:
         self.steps = []  # seconds per phase, of every step
         self.peak = self.gap = 0.0
         starter.reward_fn = self.random_reward
-        starter.save_model = starter.save_checkpoint = self.nothing
+        starter.save_model = starter.Checkpoint.save = self.nothing
         if not options.rollout:
             starter.load_policy_into_vllm_instance = starter.check_agreement = self.nothing
         starter.init_vllm = self.init_vllm
@@ -154,7 +157,7 @@ class Bench:
     def nothing(self, *args):
         pass
 
-    def init_vllm(self, policy, tokenizer, cfg):
+    def init_vllm(self, policy, tokenizer, cfg, turn_ends=()):
         self.cfg = cfg
         self.log_prob = -math.log(policy.model.config.vocab_size)  # as if sampled
         before = torch.cuda.memory_allocated()  # 0 without a GPU
@@ -177,9 +180,9 @@ class Bench:
         return parts
 
     def timed(self, phase, function, *args):
-        started = starter.now()
+        started = starter.synced_time()
         result = function(*args)
-        self.seconds[phase] += starter.now() - started
+        self.seconds[phase] += starter.synced_time() - started
         return result
 
     def log_train(self, step, metrics, cfg):
@@ -240,7 +243,7 @@ def measure_trl(options, cfg):
     stamps = []
     class Clock(TrainerCallback):
         def on_step_end(self, *args, **keywords):
-            stamps.append(starter.now())
+            stamps.append(starter.synced_time())
 
     table = datasets.table.InMemoryTable.from_pydict({"prompt": random_prompts(options)})
     trainer = GRPOTrainer(

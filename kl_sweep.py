@@ -14,13 +14,14 @@ import contextlib, functools, io, json, math, random, statistics, sys, zlib
 from pathlib import Path
 from types import SimpleNamespace
 import matplotlib.figure
-import tiny
 import torch
 
 matplotlib.rc("font", size=14)
-SETTINGS = tiny.SETTINGS | {
-    "use_vllm": False, "lr": 4e-4, "rollout_batch_size": 128, "n_eval": 500, "eval_every": 0,
-    "save_every": 0, "reward_truncated": True, "use_kl_penalty": True, "kl_coef": 0.1}
+tiny = starter.load_task_file("tiny")
+SETTINGS = {
+    "max_tokens": 24, "max_prompt_tokens": 32, "rollout_batch_size": 128, "group_size": 8,
+    "lr": 4e-4, "use_vllm": False, "n_eval": 500, "eval_every": 0, "save_every": 0,
+    "reward_truncated": True, "use_kl_penalty": True, "kl_coef": 0.1}
 RUNS = {  # name in the table -> flags
     "kl_coef 0": "--kl_coef=0", "kl_coef 0.01": "--kl_coef=0.01", "kl_coef 0.1": "--kl_coef=0.1",
     "kl_coef 1": "--kl_coef=1", "exact": "--kl_estimator=exact",
@@ -55,15 +56,13 @@ def main():
 
 
 def sweep(options):
+    starter.reward_fn = reward_fn
     names = ("kl_coef 0", "kl_coef 0.1", "k1, unweighted") if options.quick else tuple(RUNS)
     results = {name: [] for name in ("start", *names)}
     for seed in range(1, options.seeds + 1):
         start = Path(options.out_dir, f"seed{seed}-warm{options.warm_start_steps}")
         if not start.exists():
-            examples = functools.partial(both_skills, seed)
-            tiny.main(start, examples, options.warm_start_steps, seed=seed)
-            sums = [second_skill("test", index) for index in range(300)]
-            (start / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+            make_start(start, seed, options.warm_start_steps)
         results["start"].append(measure(start, start))
         for name in names:
             results[name].append(run(name, start, seed, options.steps))
@@ -73,6 +72,15 @@ def sweep(options):
     (assets / "kl_sweep.json").write_text(json.dumps(results, indent=1))
     draw(results, assets / "kl_sweep.png")
     print(f"{text}\nwritten: {assets}/kl_sweep.md, .json, .png")
+
+
+def make_start(folder, seed, steps):
+    """Write the warm-started model, and the problems of both skills as JSONL files."""
+    tiny.write_model(folder, functools.partial(both_skills, seed), steps, seed=seed)
+    training, test = tiny.countdown.make_rows(seed, **tiny.PROBLEMS)
+    sums = [second_skill("test", index) for index in range(300)]
+    for name, rows in {"train": training, "test": test, "sums": sums}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def both_skills(seed, step):
@@ -91,6 +99,21 @@ def second_skill(seed, index):
             return {"prompt": f"sum {' '.join(map(str, numbers))}:", "answer": str(sum(numbers))}
 
 
+original_reward_fn = starter.reward_fn
+
+
+def reward_fn(text, row):
+    """That of starter.py for the sums, which have an answer, otherwise that of Countdown"""
+    if "answer" in row:
+        return original_reward_fn(text, row)
+    return tiny.reward_fn(text, row)
+
+
+def flags(settings):
+    """{"lr": 1e-5} -> ["--lr=1e-05"]"""
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
 def run(name, start, seed, steps):
     """Train, measure -> the result, which is also kept in the folder of the run"""
     folder = start.parent / f"{name}-{steps}steps-{start.name}".replace(" ", "_")
@@ -101,7 +124,7 @@ def run(name, start, seed, steps):
         "model_id": str(start), "task": f"{start}/train.jsonl", "eval_task": f"{start}/test.jsonl",
         "out_dir": str(folder), "n_grpo_steps": steps, "seed": seed}
     with contextlib.redirect_stdout(io.StringIO()):
-        starter.main(RUNS[name].split(), **settings)
+        starter.main(flags(settings) + RUNS[name].split())
     last_row = (folder / "latest" / "metrics.jsonl").read_text().splitlines()[-1]
     if json.loads(last_row)["step"] < steps:
         raise KeyboardInterrupt  # Ctrl-C ended it early
@@ -116,15 +139,15 @@ def measure(folder, start):
     """-> accuracy on Countdown, exact KL to the start per token, accuracy of the second skill"""
     policy, tokenizer = starter.init_policy(str(folder))
     reference, _ = starter.init_policy(str(start))
-    cfg = starter.main([], only_settings=True, **SETTINGS | {"model_id": str(folder)})
+    settings = SETTINGS | {"model_id": folder, "task": start / "train.jsonl"}
+    cfg = starter.main(flags(settings), only_settings=True)
     sampler = starter.init_vllm(policy, tokenizer, cfg)
-    cfg.task = start / "train.jsonl"
     accuracies = {}
     for name, cfg.temperature in {"sums": 0.0, "test": 1.0}.items():
-        cfg.eval_task = start / f"{name}.jsonl"
+        cfg.eval_task = str(start / f"{name}.jsonl")
         with contextlib.redirect_stdout(io.StringIO()):
-            _, held_out = starter.read_task(cfg)
-        task = starter.Task(cfg, held_out, held_out, tokenizer, policy.stop_ids)
+            task = starter.Task(cfg)
+            task.encode(tokenizer, policy.stop_ids)
         metrics, responses = starter.evaluate_model(sampler, task)
         accuracies[name] = metrics["eval/accuracy"].item()
     batch = starter.make_batch(responses)  # of Countdown
@@ -238,11 +261,13 @@ def draw_estimators(path):
     left, right = figure.subplots(1, 2)
     log_pi = torch.linspace(-100, 40, 14001, requires_grad=True)
     k3 = torch.exp(-log_pi) - 1 + log_pi
-    weighted_k3 = (log_pi - log_pi.detach()).exp() * k3
-    for color, width, label, estimator, usual in (
-            ("C3", 7, "k3 × importance weight", "k3", weighted_k3), ("C2", 3, "k3", "k3", k3),
-            ("C1", 3, "k2", "k2", log_pi**2 / 2), ("C0", 3, "k1", "k1", log_pi)):
-        ours = starter.compute_kl_divergence(log_pi, 0 * log_pi, estimator, usual is weighted_k3)
+    rho = (log_pi - log_pi.detach()).exp()  # the importance weight pi/old on-policy: 1
+    for color, width, label, estimator, weight, usual in (
+            ("C3", 7, "k3 × importance weight", "k3", rho.detach(), rho * k3),
+            ("C2", 3, "k3", "k3", None, k3),
+            ("C1", 3, "k2", "k2", None, log_pi**2 / 2),
+            ("C0", 3, "k1", "k1", None, log_pi)):
+        ours = starter.compute_kl_divergence(log_pi, 0 * log_pi, estimator, weight)
         for value, style in (ours, {"lw": width, "label": label}), (usual, {"ls": "--"}):
             slope, = torch.autograd.grad(value.sum(), log_pi, retain_graph=True)
             left.plot(log_pi.detach(), value.detach(), color, **style)

@@ -1,107 +1,83 @@
-"""The full test suite, in the order of starter.py's sections: make test, about two minutes on two
-cores, with the real vLLM if it is installed."""
-import ast, contextlib, copy, functools, importlib.util, itertools, json, math, os, random, re
-import shutil, signal, subprocess, sys, time, zlib
+"""Tests of the functions of starter.py, in the order of its sections: seconds, without vLLM.
+
+    python -m pytest test_starter.py
+
+plain_grpo_step() in section 2 is one step of the algorithm in its plainest form: read it first.
+What starts whole runs, vLLM or a GPU is in tests/.
+"""
+import ast, contextlib, copy, functools, itertools, json, math, os, random, re, shutil
+import signal, subprocess, sys, tempfile, time, zlib
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 # Models so small are as fast on one thread, and threads that wait for each other are slow on a busy
-# machine. One test uses two.
+# machine.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import countdown
 import starter
-import tiny
 from starter import Response, UserError
 
-HERE = Path(starter.__file__).parent
-has_vllm = importlib.util.find_spec("vllm")
+HERE = Path(starter.__file__).resolve().parent
+tiny = starter.load_task_file("tiny")
+
+# ---- 0. Budgets ----------------------------------------------------------------------------------
+
+def functions_of(path):
+    """-> {name: node of the syntax tree}"""
+    tree = ast.parse(path.read_text("utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def needs_vllm(test):
-    """One process runs all of these: they share an engine."""
-    is_missing = pytest.mark.skipif(not has_vllm, reason="needs vLLM")
-    return pytest.mark.xdist_group("vllm")(is_missing(test))
-
-
-def needs_cuda(test):
-    """In the same process: vLLM does not start while others free memory."""
-    is_missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.xdist_group("vllm")(is_missing(test))
-
-
-def hyperparameters():
-    """{name: its default as source} of the block in main()"""
-    tree = ast.parse((HERE / "starter.py").read_text())
-    main = next(node for node in tree.body if getattr(node, "name", "") == "main")
-    calls = [node for node in ast.walk(main) if isinstance(node, ast.Call)]
-    block = next(call for call in calls if getattr(call.func, "id", "") == "SimpleNamespace")
-    return {keyword.arg: ast.unparse(keyword.value) for keyword in block.keywords}
+def lines_of_code(path):
+    """-> how many lines are left without comments, docstrings and blank lines"""
+    text = path.read_text("utf-8")
+    documentation = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            documentation |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and number not in documentation
+               for number, line in enumerate(text.splitlines(), 1))
 
 
 def test_sizes():
-    """The budgets: so nothing grows back unseen"""
-    def text(pattern):
-        return "".join(path.read_text() for path in HERE.glob(pattern))
+    """A reader's time is the budget: what grows beyond it is noticed."""
+    path = HERE / "starter.py"
+    lines = path.read_text("utf-8").splitlines()
+    functions = functions_of(path)
+    calls = [node for node in ast.walk(functions["main"]) if isinstance(node, ast.Call)]
+    block = next(call for call in calls if getattr(call.func, "id", "") == "SimpleNamespace")
+    budgets = {
+        "lines of code": (lines_of_code(path), 1300), "lines": (len(lines), 1620),
+        "columns": (max(map(len, lines)), 100),
+        "lines before compute_loss": (functions["compute_loss"].lineno - 1, 599),
+        "hyperparameters": (len(block.keywords), 46)}
+    for name in ("main", "train"):
+        budgets[f"lines of {name}()"] = (
+            functions[name].end_lineno - functions[name].lineno + 1, 120)
+    for name, budget in {"bench.py": 270, "kl_sweep.py": 300, "sample.py": 150,
+                         "speedrun.sh": 25}.items():
+        budgets[f"lines of {name}"] = len((HERE / name).read_text("utf-8").splitlines()), budget
+    for name, budget in {"README.md": 1800, "KL.md": 2200, "BENCHMARKS.md": 1800}.items():
+        budgets[f"words of {name}"] = len((HERE / name).read_text("utf-8").split()), budget
+    assert {name: pair for name, pair in budgets.items() if pair[0] > pair[1]} == {}
 
-    def lines(*patterns):
-        return sum(len(text(pattern).splitlines()) for pattern in patterns)
 
-    budgets = [
-        ("starter.py, lines", lines("starter.py"), 1550),
-        ("starter.py, bytes", len(text("starter.py").encode()), 75_000),
-        ("starter.py, columns", max(map(len, text("starter.py").splitlines())), 100),
-        ("hyperparameters", len(hyperparameters()), 44),
-        ("tests, lines", lines("test_*.py", "examples/test_*.py"), 2700),
-        ("bench.py, lines", lines("bench.py"), 260),
-        ("kl_sweep.py, lines", lines("kl_sweep.py"), 260),
-        ("sample.py, lines", lines("sample.py"), 150),
-        ("speedrun.sh, lines", lines("speedrun.sh"), 25),
-        ("README.md, words", len(text("README.md").split()), 1500),
-        ("KL.md, words", len(text("KL.md").split()), 1900),
-        ("BENCHMARKS.md, words", len(text("BENCHMARKS.md").split()), 2000)]
-    assert [budget for budget in budgets if budget[1] > budget[2]] == []
-
-
-# ---- Helpers: models, batches, runs ----------------------------------------------------------
+# ---- Helpers -------------------------------------------------------------------------------------
 
 VOCABULARY = 300
 CHAT = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
         "{% if not loop.last or m['role'] != 'assistant' %}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}")
-KL = "--use_kl_penalty=True"
-# Runs of a second or two. What a test sets comes after these and wins.
-SMALL = ["--use_vllm=False", "--rollout_batch_size=16", "--group_size=4", "--n_grpo_steps=3",
-         "--n_eval=8", "--eval_every=2", "--save_every=1", "--lr=1e-3", "--warmup_steps=2",
-         "--max_tokens=14", "--max_prompt_tokens=16"]
-
-
-def small_run(folder):
-    """-> arguments that train the model in this folder on the problems beside it"""
-    return [f"--model_id={folder}", f"--task={folder}", *SMALL]
-
-
-@pytest.fixture(autouse=True)
-def process_kept():
-    """What a run changes in this process is put back."""
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starter, "SCRIPT", starter.__file__)  # a run copies it; it is not pytest
-        yield
-    signal.signal(signal.SIGINT, handlers[0])
-    signal.signal(signal.SIGTERM, handlers[1])
-    # A changed copy of the script has registered its own.
-    starter.AttentionInterface.register("packed", starter.packed_attention)
+CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -121,19 +97,29 @@ def make_config(kind="llama", **changes):
     return AutoConfig.for_model(kind, **sizes | changes)
 
 
-def make_policy(kind="llama", seed=0, **changes):
+def make_policy(kind="llama", seed=0, scale=0.3, **changes):
     config = make_config(kind, **changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed")
-    randomize(model, seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").eval()
+    randomize(model, seed, scale)
     return starter.Policy(model, [256])
 
 
 def eager_copy(policy):
     """The same weights in transformers' plainest attention, with gradients of its own"""
     config = copy.deepcopy(policy.model.config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager",
+                                             dtype=policy.model.dtype)
     model.load_state_dict(policy.model.state_dict())
     return model.eval()
+
+
+@torch.no_grad()
+def reference_near(policy):
+    """-> a Policy whose distributions differ a little"""
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    for parameter in reference.parameters():
+        parameter *= 0.97
+    return reference
 
 
 def make_response(prompt_ids, ids, mask=None, log_probs=None, text="", problem=None, **fields):
@@ -153,18 +139,24 @@ def make_rows(lengths, n_prompt=3, vocabulary=VOCABULARY, seed=0):
     return starter.make_batch([make_response(row[:n_prompt], row[n_prompt:]) for row in rows])
 
 
-def make_groups(seed=0):
-    """Four groups of four responses: some of one token, one row without any, one with a hole, and
-    two prompts that differ in their last token"""
+def make_group_responses(lengths, n_prompts, vocabulary=VOCABULARY, seed=0):
+    """Groups of responses of these lengths; the last two prompts differ in their last token only"""
     rng = random.Random(seed)
 
     def draw(n):
-        return [rng.randrange(2, VOCABULARY) for _ in range(n)]
+        return [rng.randrange(2, vocabulary) for _ in range(n)]
 
-    prompts = [draw(7), draw(3), draw(11)]
-    prompts.append(prompts[2][:10] + [1])
+    prompts = [draw(n) for n in (7, 3, 11)[:n_prompts - 1]]
+    prompts.append(prompts[-1][:-1] + [1])
+    size = len(lengths) // n_prompts
+    return [make_response(prompts[i // size], draw(n)) for i, n in enumerate(lengths)]
+
+
+def make_groups(seed=0):
+    """Four groups of four responses: some of one token, one row without any, one with a hole, and
+    two prompts that differ in their last token"""
     lengths = (5, 1, 9, 2, 3, 4, 1, 1, 6, 20, 2, 8, 4, 3, 2, 1)
-    responses = [make_response(prompts[i // 4], draw(n)) for i, n in enumerate(lengths)]
+    responses = make_group_responses(lengths, 4, seed=seed)
     responses[2].mask = [True, True, False, False, True, False, True, True, True]
     responses[10].mask = [False, True]
     batch = starter.make_batch(responses)
@@ -197,13 +189,13 @@ def relative(got, wanted):
 
 
 def settings_of(**changes):
-    """The hyperparameters, those of the tiny model but for these"""
-    cfg = starter.main(["--model_id=tiny"], only_settings=True)
+    """The hyperparameters of small tests, the same on every machine"""
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        cfg = starter.main(["--task=none"], only_settings=True)
     defaults = {"model_id": "none", "seed": 1, "rollout_batch_size": 24, "group_size": 4,
-                "max_tokens": 12, "max_prompt_tokens": 64, "n_eval": 8, "task": "file",
-                "prompt": "{question}=", "eval_task": "", "warmup_steps": 0, "lr": 0.1,
-                "tokens_per_microbatch": 10**6, "reward_truncated": True, "vllm_sleep": False,
-                "compile": False, "offload": False, "gradient_checkpointing": False}
+                "max_tokens": 12, "max_prompt_tokens": 64, "n_eval": 8, "prompt": "{question}=",
+                "warmup_steps": 0, "lr": 0.1, "tokens_per_microbatch": 10**6,
+                "reward_truncated": True, "vllm_sleep": False, "offload": False}
     vars(cfg).update(defaults | changes)
     return cfg
 
@@ -215,150 +207,25 @@ def tokenizer_with(chat_template):
     return tokenizer
 
 
-def make_task(rows, held_out=(), stop_ids=(256,), **changes):
-    """Its prompts are texts."""
-    rows, held_out = ([row | {"prompt": [{"role": "user", "content": row["prompt"]}]}
-                       for row in part] for part in (rows, held_out or rows[:1]))
-    return starter.Task(settings_of(**changes), rows, held_out, tokenizer_with(CHAT),
-                        list(stop_ids))
-
-
-@pytest.fixture(scope="session")
-def warm_folder(tmp_path_factory):
-    """The tiny model after a short warm start on sums and differences of two numbers, with problems
-    beside it"""
-    folder = tmp_path_factory.mktemp("models") / "warm"
-    model, tokenizer = tiny.make_model(), tiny.make_tokenizer()
-
-    def problems(split, seed, n):
-        rng = random.Random(seed)
-        options = tiny.PROBLEMS | {"n_numbers": 2, "max_number": 9}
-        return [countdown.make_problem(rng, split, **options) for _ in range(n)]
-
-    def examples(step):
-        return [(row["prompt"], f"<answer>{row['solution']}</answer>")
-                for row in problems("train", step, 32)]
-
-    tiny.warm_start(model, tokenizer, examples, 60)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_rows(folder / "train.jsonl", problems("train", "train", 200))
-    write_rows(folder / "test.jsonl", problems("test", "test", 20))
-    return folder
+def make_task(rows, held_out=(), stop_ids=(256,), chat_template=CHAT, **changes):
+    """A task of these rows, by way of JSONL files"""
+    with tempfile.TemporaryDirectory() as folder:
+        write_rows(Path(folder, "train.jsonl"), rows)
+        write_rows(Path(folder, "test.jsonl"), held_out or [{"prompt": "held out"}])
+        task = starter.Task(settings_of(task=folder, **changes))
+    task.encode(tokenizer_with(chat_template), list(stop_ids))
+    return task
 
 
 @pytest.fixture(scope="session")
 def save_folder(tmp_path_factory):
     """-> function that writes a model folder with random weights and tiny's tokenizer"""
-    def save(kind="qwen3", chat_template=CHAT, noise=0.3, **changes):
+    def save(kind="qwen3", chat_template=CHAT, **changes):
         folder = tmp_path_factory.mktemp(kind)
         tokenizer_with(chat_template).save_pretrained(folder)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(make_config(kind, **changes))
-        if noise:
-            randomize(model, 0, noise)
-        model.save_pretrained(folder)
+        make_policy(kind, **changes).model.save_pretrained(folder)
         return folder
     return save
-
-
-@pytest.fixture
-def run_main(warm_folder, tmp_path):
-    """-> function that trains in this process and returns the run folder"""
-    def run(*arguments, out="out"):
-        # The quick tests would see what a test has replaced.
-        with mock.patch.object(starter, "test_functions"):
-            starter.main([*small_run(warm_folder), f"--out_dir={tmp_path / out}", *arguments])
-        return (tmp_path / out / "latest").resolve()
-    return run
-
-
-# Importing torch takes seconds, so one process imports and forks a child for every run.
-SERVER = """
-import json, os, resource, sys
-import starter
-for line in sys.stdin:
-    request = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.chdir(request["folder"])
-        exec(request["before"])
-        sys.argv = ["starter.py", *request["arguments"]]
-        starter.run(starter.main)
-        starter.run(starter.main)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-class Script:
-    """starter.py as from a shell: start() it, wait until() it says something, kill it, end()"""
-
-    def __init__(self, folder):
-        self.log = folder / "log"
-        environment = os.environ | {"PYTHONPATH": str(HERE), "PYTHONUNBUFFERED": ""}
-        self.server = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, text=True,
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def start(self, folder, *arguments, before=""):
-        request = {"log": str(self.log), "folder": str(folder), "before": before,
-                   "arguments": [str(argument) for argument in arguments]}
-        self.log.unlink(missing_ok=True)
-        print(json.dumps(request), file=self.server.stdin, flush=True)
-        self.pid = int(self.server.stdout.readline())
-
-    def text(self):
-        return self.log.read_text() if self.log.exists() else ""
-
-    def until(self, words, count=1):
-        while self.text().count(words) < count and Path(f"/proc/{self.pid}").exists():
-            time.sleep(0.02)
-
-    def end(self):
-        """-> exit code"""
-        return int(self.server.stdout.readline())
-
-    def run(self, folder, *arguments, before=""):
-        self.start(folder, *arguments, before=before)
-        return self.end()
-
-
-@pytest.fixture(scope="session")
-def script(tmp_path_factory):
-    script = Script(tmp_path_factory.mktemp("script"))
-    yield script
-    script.server.stdin.close()
-    script.server.wait()
-
-
-def rows_of(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
-
-
-def numbers_of(folder):
-    """All metrics that must repeat"""
-    return [{name: value for name, value in row.items() if not name.startswith("time/")}
-            for row in rows_of(folder)]
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def weights_of(folder, name="model"):
-    return load(Path(folder) / name).state_dict()
-
-
-def are_equal(first, second):
-    """Weights, to the bit"""
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
-def equal_weights(first, second):
-    return are_equal(weights_of(first), weights_of(second))
 
 
 def write_rows(path, rows):
@@ -375,38 +242,29 @@ def letters(text, problem):
     return zlib.crc32(text.encode()) % 7 / 7
 
 
-# ---- 1. Task ---------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("text, numbers, value", [
-    (" 7 + (3 * 5) ", [3, 5, 7], 22), ("8/3", [3, 8], Fraction(8, 3)), ("-3+5", [3, 5], 2),
-    ("\n3 + 4\n", [3, 4], 7),
-    ("3/(8/8-1)", [3, 8, 8, 1], None), ("2**3", [2, 3], None), ("2//3", [2, 3], None),
-    ("3+5", [3, 5, 5], None), ("3+5+5", [3, 5], None), ("35", [3, 5], None), ("3 5", [3, 5], None),
-    ("3+x", [3], None), ("3+5#", [3, 5], None), ("(3+5", [3, 5], None), ("", [], None),
-    ("()", [], None), ("9**9**9", [9, 9, 9], None), ("(" * 150, [], None), ("1" * 201, [1], None),
-    ("٣+5", [3, 5], None), ("3\n+5", [3, 5], None), ("1_0+5", [10, 5], None)])
-def test_expressions_are_exact_and_use_each_number_once(text, numbers, value):
-    assert countdown.evaluate_expression(text, numbers) == value
+def make_state(**changes):
+    return SimpleNamespace(**{
+        "step": 1, "next_problem": 0, "skipped": 0, "skips_in_a_row": 0, "lr_factor": 1.0,
+        "first_accuracy": 0.0, "best_reward": 0.0, "first_gap": 0.0, "kl_factor": 1.0,
+        "kl_smooth": 0.0, "kl_was_high": False, "ref_step": 0} | changes)
 
 
-PROBLEM = {"numbers": [3, 5, 7], "target": 22, "operations": "+-*/"}
-HONEST = "<answer>3*5+7</answer>"
+# ---- 1. Task: rows, prompts, answers, reward -----------------------------------------------------
+
+HONEST = "<answer>22</answer>"
 
 
 @pytest.mark.parametrize("text, reward", [
     (HONEST, 1.0), (HONEST + " and much more", 1.0), (HONEST * 50, 1.0), (HONEST + "<think>", 1.0),
-    (f"<answer>{HONEST}</answer>", 1.0), (f"<answer>3+5+7{HONEST}", 1.0),
-    (HONEST + "<answer>3+5+7</answer>", 0.1), (HONEST * 9 + "<answer></answer>", 0.1),
-    ("<answer>3+5+7 3*5+7</answer>", 0.1), ("<answer>3*5+7=22</answer>", 0.1),
-    ("<ans<answer>wer>3*5+7</answer>", 0.1), ("<answer>22</answer>", 0.1),
-    ("<answer>__import__('os')</answer>", 0.1), (r"\boxed{3*5+7}", 1.0), ("#### 22", 0.1),
+    (f"<answer>{HONEST}</answer>", 1.0), (f"<answer>23{HONEST}", 1.0), (r"\boxed{22}", 1.0),
+    (HONEST + "<answer>23</answer>", 0.1), (HONEST * 9 + "<answer></answer>", 0.1),
+    ("<answer>22 23</answer>", 0.1), ("<answer>22=22</answer>", 0.1),
+    ("<answer>__import__('os')</answer>", 0.1), ("#### 23", 0.1),
     (f"<think>{HONEST}</think>", 0.0), (f"<think>{HONEST}", 0.0), (f"{HONEST}</think> so", 0.0),
-    (f"<think>a</think><think>{HONEST}", 0.0), ("3*5+7", 0.0), ("<answer>3*5+7", 0.0),
-    ("3*5+7</answer>", 0.0), ("", 0.0), ("<answer>" * 99, 0.0)])
+    (f"<think>a</think><think>{HONEST}", 0.0), ("22", 0.0), ("<answer>22", 0.0),
+    ("22</answer>", 0.0), ("", 0.0), ("<answer>" * 99, 0.0)])
 def test_no_text_earns_more_than_an_honest_answer(text, reward):
-    assert starter.reward_fn(text, PROBLEM) == reward
-    fewer = starter.reward_fn(text, PROBLEM | {"operations": "+-"})
-    assert fewer == min(reward, 0.1), "the problem says which operations may be used"
+    assert starter.reward_fn(text, {"answer": "22"}) == reward
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -456,17 +314,21 @@ def test_answers_that_differ_are_not_equal(first, second):
 
 
 @pytest.mark.parametrize("text", [
-    "#### 1" + "." * 120_000 + "x", "9" * 200_000, "{" * 200_000, "," * 200_000, "1," * 50_000,
-    "\\boxed{" * 50_000, "\\boxed{{" * 50_000, "\\boxed{" + "{x}" * 50_000, "####" * 50_000,
-    "#### " * 50_000, "<answer>" * 50_000, "</answer>" * 50_000, "<answer>" + "<" * 200_000,
-    " " * 200_000, "$" * 200_000, "1/" + "0" * 200_000, "\\frac{" * 50_000, "\\left" * 50_000,
-    "\0\ud800\u202e", "<think>" * 50_000], ids=range(20))
+    "#### 1" + "." * 40_000 + "x", "9" * 60_000, "{" * 60_000, "," * 60_000, "1," * 20_000,
+    "\\boxed{" * 15_000, "\\boxed{{" * 15_000, "\\boxed{" + "{x}" * 15_000, "####" * 15_000,
+    "#### " * 15_000, "<answer>" * 15_000, "</answer>" * 15_000, "<answer>" + "<" * 60_000,
+    " " * 60_000, "$" * 60_000, "1/" + "0" * 60_000, "\\frac{" * 15_000, "\\left" * 15_000,
+    "\0\ud800\u202e", "<think>" * 15_000], ids=range(20))
 def test_rewards_take_linear_time_whatever_the_text(text):
     start = time.thread_time()
     for form in ("{}", "<answer>{}</answer>", r"\boxed{{{}}}", "{}x"):
         assert starter.reward_fn(form.format(text), {"answer": "5"}) in (0.0, 0.1)
-        assert starter.reward_fn(form.format(text), PROBLEM) in (0.0, 0.1)
-    assert time.thread_time() - start < 6, "seconds of this thread; some 0.5 on a slow machine"
+    assert time.thread_time() - start < 2, "seconds of this thread; some 0.1 on a slow machine"
+
+
+def test_a_row_without_an_answer_needs_a_reward_of_its_own():
+    with pytest.raises(UserError, match="no answer"):
+        starter.reward_fn(HONEST, {"prompt": "Write a poem."})
 
 
 def split(path, rows, **changes):
@@ -475,80 +337,197 @@ def split(path, rows, **changes):
 
 
 def names(rows):
-    return [(row["prompt"][-1]["content"], row["answer"]) for row in rows]
+    return [(row["prompt"][-1]["content"], row.get("answer")) for row in rows]
 
 
-def test_jsonl_rows_are_read_with_prompts_from_the_template(tmp_path):
+def test_jsonl_rows_get_prompts_from_the_template_and_answers_as_text(tmp_path):
     chat = [{"role": "system", "content": "Hi"}, {"role": "user", "content": "8?"}]
     rows = [{"question": "2+3", "answer": 5}, {"prompt": "7?", "answer": "so\n#### 7"},
             {"prompt": chat, "answer": 8.5, "source": "book"}, {"prompt": "Write a poem."}]
-    other = tmp_path / "other.jsonl"
-    other.write_text('\ufeff{"question": "ü", "answer": "1"}\n', encoding="utf-8")
-    got, held_out = split(tmp_path / "task.jsonl", rows, eval_task=str(other))
-    assert [row["prompt"][-1]["content"] for row in got] == ["2+3=", "7?", "8?", "Write a poem."]
-    assert [row.get("answer") for row in got] == ["5", "7", "8.5", None]
+    got, held_out = split(tmp_path / "task.jsonl", rows, eval_every=0)
+    assert names(got) == [("2+3=", "5"), ("7?", "7"), ("8?", "8.5"), ("Write a poem.", None)]
     assert got[0]["prompt"] == [{"role": "user", "content": "2+3="}] and got[2]["prompt"] == chat
-    assert got[2]["source"] == "book" and names(held_out) == [("ü=", "1")]
-    boxed, _ = split(tmp_path / "boxed.jsonl", [{"question": "2+3"}, {"question": "4"}],
-                     eval_task=str(other), prompt=r"{question} in \boxed{}")
-    assert boxed[0]["prompt"][0]["content"] == r"2+3 in \boxed{}"
+    assert got[2]["source"] == "book" and held_out == [], "no fifth of four rows"
+    rows = [{"question": "2+3"}, {"question": "4"}]
+    boxed, _ = split(tmp_path / "boxed.jsonl", rows, eval_every=0, prompt=r"{question} in \boxed{}")
+    assert names(boxed) == [(r"2+3 in \boxed{}", None), (r"4 in \boxed{}", None)]
+
+
+def test_jsonl_files_may_begin_with_a_byte_order_mark_and_are_utf_8(tmp_path):
+    path = tmp_path / "task.jsonl"
+    path.write_text('\ufeff{"question": "ü", "answer": "1"}\n', encoding="utf-8")
+    rows, _ = starter.read_task(settings_of(task=str(path), eval_every=0))
+    assert names(rows) == [("ü=", "1")]
 
 
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
 BAD_FILES = [
-    (None, "No such file"), ("", "too few"), (GOOD, "too few"),
-    (GOOD + "{'prompt': 1}", "line 3"), ("prompt,answer\n2+3?,5\n", "A line is an object"),
-    (GOOD + "[1, 2]\n", "line 3"), ("null", "line 1"),
-    ('{"input": "2+3", "answer": "5"}', "line 1: KeyError('question')"),
-    ('{"prompt": 5, "answer": "5"}', "line 1"), ('{"prompt": ["x"], "answer": "5"}', "line 1"),
+    (None, "there is no task"), (GOOD + "{'prompt': 1}", "row 3"),
+    ("prompt,answer\n2+3?,5\n", "row 1: JSONDecodeError"), (GOOD + "[1, 2]\n", "row 3"),
+    ("null", "row 1"), ('{"input": "2+3", "answer": "5"}', "row 1: KeyError('question')"),
+    ('{"prompt": 5, "answer": "5"}', "row 1"), ('{"prompt": ["x"], "answer": "5"}', "row 1"),
+    (GOOD + '{"prompt": "2?", "answer": null}', "row 3: ValueError('the answer is null')"),
     ('{"prompt": [{"role": "user"}], "answer": "5"}', "KeyError('content')"),
-    (b'{"prompt": "caf\xe9", "answer": "5"}', "task.jsonl, line 0: UnicodeDecodeError")]
+    (b'{"prompt": "caf\xe9", "answer": "5"}', "task.jsonl, row 1: UnicodeDecodeError")]
 
 
 @pytest.mark.parametrize("content, words", BAD_FILES, ids=range(len(BAD_FILES)))
-def test_a_bad_jsonl_file_is_one_line_and_nothing_is_written(run_main, tmp_path, content, words):
+def test_a_bad_jsonl_file_is_one_line_that_names_the_row(tmp_path, content, words):
     path = tmp_path / "task.jsonl"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as error:
-        run_main(f"--task={path}")
+        starter.Task(settings_of(task=str(path)))
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_fifth_is_held_out_whatever_the_seed_the_order_and_reply(tmp_path, monkeypatch):
+def test_the_same_fifth_is_held_out_whatever_the_settings_and_the_order(tmp_path):
     rows = question_rows(range(40))
     path = tmp_path / "task.jsonl"
     training, held_out = map(names, split(path, rows))
     assert len(training) == 32 and len(held_out) == 8 and not set(training) & set(held_out)
-    assert len(split(path, rows, n_eval=3)[1]) == 3
+    for changes in ({"n_eval": 3}, {"n_eval": 1000}, {"seed": 7}, {"eval_every": 0}):
+        assert [*map(names, split(path, rows, **changes))] == [training, held_out]
     for changed in (rows[::-1], rows * 5):  # copies are one problem
-        again = split(path, changed, seed=7)
+        again = split(path, changed)
         assert names(again[1]) == held_out and set(names(again[0])) == set(training)
-    monkeypatch.setattr(starter, "reply", lambda problem, text: None)
-    assert [*map(names, split(path, rows))] == [training, held_out]
-    # Games with the same prompt differ in what they hide.
+
+
+def test_at_most_1000_rows_are_held_out_and_the_first_n_eval_are_evaluated(tmp_path):
+    path = write_rows(tmp_path / "task.jsonl", question_rows(range(5500)))
+    task = starter.Task(settings_of(task=str(path), n_eval=3))
+    assert (len(task.train_rows), len(task.held_out_rows)) == (4500, 1000)
+    del task.train_rows[9:]
+    task.encode(tokenizer_with(CHAT), [256])
+    assert names(task.held_out) == names(task.held_out_rows[:3])
+
+
+def test_games_with_the_same_prompt_are_different_rows(tmp_path):
     games = [{"prompt": "Guess my number.", "answer": str(i)} for i in range(20)]
-    training, held_out = map(names, split(path, games))
+    training, held_out = map(names, split(tmp_path / "task.jsonl", games))
     assert len(training) == 16 and len(held_out) == 4 and not set(training) & set(held_out)
-    # Rows of eval_task are not trained on, nor those that n_eval leaves out, as sample.py has all.
-    other = str(write_rows(tmp_path / "other.jsonl", question_rows(range(15, 25))))
-    training, held_out = split(path, question_rows(range(20)), eval_task=other, n_eval=3)
-    assert len(held_out) == 3 and len(training) == 15
 
 
-def test_every_epoch_contains_all_problems_in_another_order():
-    task = make_task(question_rows(range(24)))  # 6 per step
+def test_rows_of_eval_task_are_held_out_and_never_trained_on(tmp_path):
+    """Also those that n_eval leaves out, because sample.py may measure them."""
+    other = write_rows(tmp_path / "other.jsonl", question_rows(range(15, 25)))
+    path = tmp_path / "task.jsonl"
+    training, held_out = split(path, question_rows(range(20)), eval_task=str(other), n_eval=3)
+    assert len(held_out) == 10 and names(training) == names(starter.complete_rows(
+        "", question_rows(range(15)), ""))
 
+
+@pytest.mark.parametrize("value, first", [("(rows[:9], rows[9:])", 9), ("rows", 0)])
+def test_eval_task_may_be_a_task_file(tmp_path, value, first):
+    """Its held-out rows are taken; all of its rows if it has no others."""
+    file = tmp_path / "other.py"
+    file.write_text("rows = [{'prompt': f'{i}?', 'answer': i} for i in range(12)]\n"
+                    f"rows = (lambda value: lambda: value)({value})\n")
+    _, held_out = split(tmp_path / "task.jsonl", question_rows(range(9)), eval_task=str(file))
+    assert names(held_out) == [(f"{i}?", str(i)) for i in range(first, 12)]
+
+
+@pytest.mark.parametrize("n_rows, n_eval_rows, words", [
+    (0, None, "to train on"), (4, None, "fifth"), (3, 3, "to train on"),
+    (3, 0, "other.jsonl")])
+def test_the_error_says_which_rows_are_missing_and_why(tmp_path, n_rows, n_eval_rows, words):
+    """A fifth of four rows is none; all rows may be held out by eval_task; which may be empty."""
+    other = ""
+    if n_eval_rows is not None:
+        other = str(write_rows(tmp_path / "other.jsonl", question_rows(range(n_eval_rows))))
+    with pytest.raises(UserError, match=words) as error:
+        split(tmp_path / "task.jsonl", question_rows(range(n_rows)), eval_task=other)
+    assert "\n" not in str(error.value)
+
+
+def test_one_row_is_enough_without_evaluations(tmp_path):
+    training, held_out = split(tmp_path / "task.jsonl", question_rows([3]), eval_every=0)
+    assert (names(training), held_out) == ([("3+3=", "6")], [])
+
+
+TASK_FILE = """
+from starter import final_answer
+
+def rows():
+    for i in range(10):
+        yield {"question": i, "answer": i}
+"""
+
+
+def test_a_task_file_needs_rows_only(tmp_path):
+    file = tmp_path / "plain.py"
+    file.write_text(TASK_FILE)
+    task = starter.Task(settings_of(task=str(file)))
+    assert task.reward_fn is starter.reward_fn and task.reply is None and task.turn_ends == ()
+    assert (len(task.train_rows), len(task.held_out_rows)) == (8, 2)
+    assert starter.load_task_file(str(file)).final_answer is starter.final_answer
+
+
+@pytest.mark.parametrize("turn_ends, wanted", [
+    ("'</calc>'", ("</calc>",)), ("['</a>', '</b>']", ("</a>", "</b>"))])
+def test_a_task_file_brings_its_own_reward_reply_and_turn_ends(tmp_path, turn_ends, wanted):
+    file = tmp_path / "full.py"
+    file.write_text(TASK_FILE + f"TURN_ENDS = {turn_ends}\n"
+                    "def reward_fn(text, row):\n    return 0.5\n"
+                    "def reply(problem, text):\n    return 'go on'\n")
+    task = starter.Task(settings_of(task=str(file)))
+    assert task.turn_ends == wanted
+    assert (task.reward_fn("", {}), task.reply({}, "")) == (0.5, "go on")
+    assert starter.reward_fn("", {"answer": "1"}) == 0.0, "that of starter.py stays"
+
+
+@pytest.mark.parametrize("text, words", [
+    ("1 / 0", "cannot be imported: ZeroDivisionError"), ("x = 1", "has no function rows()"),
+    ("def rows():\n    return [{'answer': 5}]", "row 1: KeyError('question')"),
+    ("def rows():\n    yield {'prompt': 'a'}\n    1 / 0", "row 2: ZeroDivisionError")])
+def test_a_broken_task_file_is_one_line(tmp_path, text, words):
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        starter.Task(settings_of(task=str(file)))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, numbers, value", [
+    (" 7 + (3 * 5) ", [3, 5, 7], 22), ("8/3", [3, 8], Fraction(8, 3)), ("-3+5", [3, 5], 2),
+    ("\n3 + 4\n", [3, 4], 7),
+    ("3/(8/8-1)", [3, 8, 8, 1], None), ("2**3", [2, 3], None), ("2//3", [2, 3], None),
+    ("3+5", [3, 5, 5], None), ("3+5+5", [3, 5], None), ("35", [3, 5], None), ("3 5", [3, 5], None),
+    ("3+x", [3], None), ("3+5#", [3, 5], None), ("(3+5", [3, 5], None), ("", [], None),
+    ("()", [], None), ("9**9**9", [9, 9, 9], None), ("(" * 150, [], None), ("1" * 201, [1], None),
+    ("٣+5", [3, 5], None), ("3\n+5", [3, 5], None), ("1_0+5", [10, 5], None)])
+def test_expressions_of_countdown_are_exact_and_use_each_number_once(text, numbers, value):
+    assert starter.load_task_file("countdown").evaluate_expression(text, numbers) == value
+
+
+@pytest.mark.parametrize("text, reward", [
+    ("<answer>3*5+7</answer>", 1.0), (r"\boxed{3*5+7}", 1.0), ("<answer>3*5+7</answer> and", 1.0),
+    ("<answer>3+5+7</answer>", 0.1), ("<answer>3+5+7 3*5+7</answer>", 0.1),
+    ("<answer>3*5+7=22</answer>", 0.1), ("<ans<answer>wer>3*5+7</answer>", 0.1),
+    ("<answer>22</answer>", 0.1), ("#### 22", 0.1), ("<answer>__import__('os')</answer>", 0.1),
+    ("<answer>" + "1/" * 9000 + "</answer>", 0.1), ("<think><answer>3*5+7</answer>", 0.0),
+    ("3*5+7", 0.0), ("", 0.0)], ids=range(14))
+def test_no_text_earns_more_in_countdown_than_a_solution(text, reward):
+    countdown = starter.load_task_file("countdown")
+    problem = {"numbers": [3, 5, 7], "target": 22, "operations": "+-*/"}
+    assert countdown.reward_fn(text, problem) == reward
+    fewer = countdown.reward_fn(text, problem | {"operations": "+-"})
+    assert fewer == min(reward, 0.1), "the problem says which operations may be used"
+
+
+def test_every_epoch_has_all_problems_in_another_order():
     def prompts(task, first, n_steps):
-        steps = [task.problems(first + 6 * i) for i in range(n_steps)]
+        steps = [task.problems(first + 6 * i) for i in range(n_steps)]  # 6 per step
         return [problem["rendered"] for problem in sum(steps, [])]
 
+    task = make_task(question_rows(range(24)))
     epochs = [prompts(task, 24 * epoch, 4) for epoch in range(3)]
-    assert all(len(set(epoch)) == 24 for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+    assert all(len(set(epoch)) == 24 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert prompts(make_task(question_rows(range(24)), seed=2), 0, 4) != epochs[0]
     assert prompts(task, 21, 1) == epochs[0][21:] + epochs[1][:3], "a step may cross an epoch"
+    numbers = [problem["problem_number"] for problem in task.problems(21)]
+    assert numbers == list(range(21, 27)), "numbers of a run, for the seeds"
 
 
 def test_long_prompts_are_left_out_and_counted(capsys):
@@ -557,6 +536,7 @@ def test_long_prompts_are_left_out_and_counted(capsys):
     length = len("<user><|end|><assistant>") + 100 - len("<|end|>") + 1  # a token per letter
     assert "1 of 21 prompts" in capsys.readouterr().out
     assert len(make_task(rows, max_prompt_tokens=length).training) == 21
+    assert len(make_task(rows, max_prompt_tokens=length - 1).training) == 20
     with pytest.raises(UserError, match="too long"):
         make_task(rows[20:])
 
@@ -569,18 +549,29 @@ def test_prompts_are_rendered_as_the_model_was_taught():
     task = make_task([{"prompt": "2+3?"}])
     assert task.training[0]["rendered"] == "<user>2+3?<|end|><assistant>"
     assert task.tokenizer.decode(task.training[0]["prompt_ids"]) == task.training[0]["rendered"]
-    assert starter.render_reply("no", task.tokenizer) == "<|end|><user>no<|end|><assistant>"
-    with pytest.raises(ValueError):  # this template shows the last turn only
-        starter.render_reply("no", tokenizer_with(tiny.ONE_TURN))
+
+
+@pytest.mark.parametrize("said", ["no", "", "MODELS_TURN", "?MODELS_TURN<|end|>MODELS_TURN"])
+def test_a_reply_may_be_any_text(said):
+    rendered = starter.render_reply(said, tokenizer_with(CHAT))
+    assert rendered == f"<|end|><user>{said}<|end|><assistant>"
+
+
+def test_a_chat_template_that_hides_earlier_turns_is_one_clear_error():
+    """It is found before training, and matters only if there are turns of a chat."""
+    task = make_task([{"prompt": "?"}], chat_template=tiny.ONE_TURN)
+    task.reply = lambda problem, text: None
+    task.turn_ends = ("</calc>",)
+    task.encode(task.tokenizer, [256])
+    task.turn_ends = ()
+    with pytest.raises(UserError, match="a chat template that shows earlier turns"):
+        task.encode(task.tokenizer, [256])
 
 
 @pytest.mark.parametrize("vocabulary, stop_ids", [(300, [256, 260]), (260, [256])])
-def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, tmp_path, vocabulary, stop_ids):
-    """As in Qwen2.5, where <|im_end|> closes turns and <|endoftext|> is the end of a text. A saved
-    model ends, and samples, as it was trained."""
+def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, vocabulary, stop_ids):
+    """As in Qwen2.5, where <|im_end|> closes turns and <|endoftext|> is the end of a text"""
     folder = save_folder(chat_template=CHAT.replace("<|end|>", "<|im_end|>"), vocab_size=vocabulary)
-    (folder / "generation_config.json").write_text(json.dumps(
-        {"eos_token_id": 256, "do_sample": True, "top_p": 0.8, "repetition_penalty": 1.1}))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     tokenizer.save_pretrained(folder)
@@ -589,15 +580,276 @@ def test_the_token_that_closes_a_turn_is_a_stop_id(save_folder, tmp_path, vocabu
     assert policy.stop_ids == stop_ids, "without those that the model does not have"
     policy.model.generation_config.eos_token_id = [7, 999]
     assert starter.find_stop_ids(policy.model, tokenizer) == [7, *stop_ids]
-    starter.save_model(policy, tokenizer, tmp_path / "model")
-    saved = load(tmp_path / "model")
-    config = saved.generation_config
-    assert config.do_sample and config.eos_token_id == stop_ids and config.top_k == 0
-    assert not config.top_p and not config.repetition_penalty
-    saved.generate(torch.tensor([[65, 66]]), max_new_tokens=2)
 
 
-# ---- 2. Advantages, batch, loss, KL, update --------------------------------------------------
+# ---- 2. Advantages, batch, loss, KL, update ------------------------------------------------------
+
+# ---- The plainest GRPO step: read this first
+
+def plain_grpo_step(model, ref_model, optimizer, responses, minibatches, cfg):
+    """One step of GRPO with a KL penalty, without anything that makes it fast: one response after
+    another, the logits of the whole vocabulary, and every gradient left to autograd.
+
+    A response is better than others if its reward is above the mean of its group, which are the
+    responses to the same prompt. This difference, divided by the group's standard deviation, is its
+    advantage. A loss of -advantage * log-prob makes better responses more likely and worse ones
+    less likely; plain_loss() is that loss, made safe for several updates in a row.
+
+    model: of transformers; ref_model: the model before training; responses: with prompt_ids, ids,
+    mask (False: a token that the model did not choose), log_probs (of the sampler) and reward;
+    minibatches: lists of numbers of responses. starter.py computes the same weights."""
+    rewards = torch.tensor([response.reward for response in responses], dtype=torch.float64)
+    groups = rewards.view(-1, cfg.group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if cfg.use_std_normalization:
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
+    advantages = advantages.flatten().tolist()
+    # The old policy is the model before the first update of this step.
+    with torch.no_grad():
+        old_log_probs = [of_tokens(all_log_probs(model, response, cfg), response.ids)
+                         for response in responses]
+    for rows in minibatches:
+        optimizer.zero_grad()
+        loss = plain_loss(
+            model, ref_model, [responses[row] for row in rows], [advantages[row] for row in rows],
+            [old_log_probs[row] for row in rows], cfg)
+        loss.backward()
+        optimizer.step()
+
+
+def plain_loss(model, ref_model, responses, advantages, old_log_probs, cfg):
+    """PPO's clipped loss + kl_coef * KL(model || reference) of one minibatch"""
+    losses, lengths = [], []
+    for response, advantage, old in zip(responses, advantages, old_log_probs):
+        mask = torch.tensor(response.mask)  # [T]
+        log_pi = all_log_probs(model, response, cfg)  # [T, V]
+        ratio = (of_tokens(log_pi, response.ids) - old).exp()  # [T]
+        kl = 0.0
+        if cfg.kl_coef:
+            with torch.no_grad():
+                log_ref = all_log_probs(ref_model, response, cfg)
+            kl = plain_kl(log_pi, log_ref, response.ids, ratio, cfg)
+        if cfg.kl_in == "reward":
+            # A token pays for its own KL and for that of all later tokens. It is a reward: a number
+            # without a gradient.
+            cost = torch.where(mask, kl, 0).detach()
+            advantage = advantage - cfg.kl_coef * cost.flip(0).cumsum(0).flip(0)
+            kl = 0.0
+        # A ratio that has left 1 +- clip_range in the direction of the advantage has gone far
+        # enough: it has no gradient.
+        clipped = ratio.clamp(1 - cfg.clip_range, 1 + (cfg.clip_range_high or cfg.clip_range))
+        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        # The sampler drew the tokens, from probabilities that differ a little from the old ones.
+        sampler_weight = (old - torch.tensor(response.log_probs)).exp().clamp(max=2)
+        if cfg.kl_estimator == "exact":  # not an estimate from the token that was sampled
+            loss = loss * sampler_weight + cfg.kl_coef * kl
+        else:
+            loss = (loss + cfg.kl_coef * kl) * sampler_weight
+        losses.append(loss[mask].sum())
+        lengths.append(int(mask.sum()))
+    if cfg.loss_type == "grpo":  # the mean over responses of the mean over tokens
+        return sum(loss / length for loss, length in zip(losses, lengths)) / len(losses)
+    if cfg.loss_type == "dapo":  # the mean over tokens
+        return sum(losses) / sum(lengths)
+    return sum(losses) / (len(losses) * cfg.max_tokens)  # dr_grpo: long responses count more
+
+
+def plain_kl(log_pi, log_ref, ids, ratio, cfg):
+    """-> KL(model || reference) at each token of a response [T], from log-probs [T, V]"""
+    if cfg.kl_estimator == "exact":
+        return (log_pi.exp() * (log_pi - log_ref)).sum(-1)
+    # Estimates that need the log-ratio of the sampled token only
+    difference = of_tokens(log_pi - log_ref, ids)
+    if cfg.kl_estimator == "k1":
+        estimate = difference
+    elif cfg.kl_estimator == "k2":
+        estimate = difference**2 / 2
+    else:
+        estimate = (-difference).exp() - 1 + difference
+    if cfg.kl_in == "reward" or not cfg.kl_importance_weight:
+        return estimate
+    # The tokens came from the old policy. Weighted by model/old, the mean of k1 and of k3 is the KL
+    # of the model as it is now, and with the derivative of the weight the mean gradient is that of
+    # the KL. The gradient of k2 alone already is, so its weight is a number.
+    return (ratio.detach() if cfg.kl_estimator == "k2" else ratio) * estimate
+
+
+def all_log_probs(model, response, cfg):
+    """-> log-probs of the whole vocabulary in place of each token of a response [T, V]"""
+    row = torch.tensor([response.prompt_ids + response.ids])
+    logits = model(row).logits[0] / cfg.temperature
+    first = len(response.prompt_ids) - 1  # the last token of the prompt predicts the first one
+    return logits[first:-1].log_softmax(-1)
+
+
+def of_tokens(values, ids):
+    """-> the entries of these tokens: [T, V] -> [T]"""
+    return values.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+# ---- starter.py against the plainest step
+
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo")
+PENALTIES = [("k1", True, "loss"), ("k2", True, "loss"), ("k3", True, "loss"),
+             ("exact", True, "loss"), ("k1", False, "loss"), ("k2", False, "loss"),
+             ("k3", False, "loss"), ("k1", True, "reward"), (None, True, "loss")]
+
+
+def penalty_settings(estimator=None, is_weighted=True, kl_in="loss", **changes):
+    return settings_of(
+        kl_coef=0.3 if estimator else 0.0, kl_estimator=estimator or "k3", kl_in=kl_in,
+        kl_importance_weight=is_weighted, temperature=0.8, clip_range=0.1, clip_range_high=0.15,
+        group_size=3, **changes)
+
+
+def make_groups_with_rewards(policy):
+    """-> 2 groups of 3 responses, one with equal rewards. The sampler differs from the policy, for
+    some tokens by more than a factor of 2. Two responses have tokens that are not the model's."""
+    responses = make_group_responses((5, 1, 9, 2, 6, 3), 2)
+    rewards = 1.0, 0.0, 0.1, 0.1, 0.1, 0.1
+    responses[2].mask[3] = responses[4].mask[4] = False
+    model = eager_copy(policy)
+    generator = torch.Generator().manual_seed(1)
+    for response, reward in zip(responses, rewards):
+        with torch.no_grad():
+            log_probs = of_tokens(all_log_probs(model, response, penalty_settings()), response.ids)
+        noise = torch.randn(log_probs.shape, generator=generator)
+        # Multiples of 1/64 are exact in float32, too.
+        response.log_probs = (torch.round(64 * (log_probs + 0.5 * noise)) / 64).tolist()
+        response.reward = reward
+    return responses
+
+
+@functools.cache
+def doubles():
+    """-> policy, reference, their plain copies, and responses, all in float64. GPT-2 is one of the
+    models that never use float32."""
+    policy = make_policy("gpt2", scale=0.2, num_hidden_layers=1).double()
+    reference = reference_near(policy)
+    plain = [eager_copy(one) for one in (policy, reference)]
+    return policy, reference, *plain, make_groups_with_rewards(policy)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+def test_the_gradient_is_that_of_the_plainest_step(loss_type, penalty):
+    """After some update: policy, old policy, sampler and reference differ. In float64"""
+    cfg = penalty_settings(*penalty, loss_type=loss_type)
+    policy, reference, model, ref_model, responses = doubles()
+    batch = starter.make_batch(responses)
+    generator = torch.Generator().manual_seed(0)
+    now = log_probs_of(policy, batch, 0.8).detach()
+    old = now + 0.3 * torch.randn(now.shape, generator=generator)
+    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
+    olds = [row[len(r.prompt_ids) - 1:][:len(r.ids)] for row, r in zip(old, responses)]
+    wanted = plain_loss(model, ref_model, responses, advantages, olds, cfg)
+    policy.zero_grad()
+    model.zero_grad()
+    wanted.backward()
+    loss = 0.0
+    for rows in ([0, 1, 2, 3], [4, 5]):
+        loss += starter.grpo_microbatch_step(
+            policy, *(x[rows] for x in rows_in(batch)), advantages[rows], clip_range=0.1,
+            loss_type=loss_type, ref_model=reference, kl_coef=cfg.kl_coef, clip_range_high=0.15,
+            old_log_probs=old[rows], temperature=0.8, kl_estimator=cfg.kl_estimator,
+            divisor=starter.loss_divisor(batch.response_mask, loss_type, cfg.max_tokens),
+            rollout_log_probs=batch.rollout_log_probs[rows], kl_in=cfg.kl_in,
+            kl_importance_weight=cfg.kl_importance_weight)[0]
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+    assert relative(gradient(policy), gradient(model)) < 1e-9
+
+
+def train_on(policy, reference, responses, cfg, monkeypatch, folder):
+    """Call train() with these responses instead of sampled ones in every step."""
+    monkeypatch.setattr(starter, "rollout_with_vllm", lambda *arguments: responses)
+    for name in ("grade", "catch_signals", "check_agreement", "log_train", "save_model"):
+        monkeypatch.setattr(starter, name, lambda *arguments: [])
+    cfg.rollout_batch_size, cfg.eval_every, cfg.save_every = len(responses), 0, 0
+    rows = []
+    log = SimpleNamespace(folder=folder, write=lambda step, metrics: rows.append(metrics))
+    starter.train(policy, starter.TorchSampler(policy), cfg, log, reference, cfg.kl_coef,
+                  task=make_task(question_rows(range(9))))
+    return rows[1:]
+
+
+@pytest.mark.parametrize("number", range(len(PENALTIES)), ids=[str(x) for x in PENALTIES])
+def test_train_takes_the_plainest_steps(number, monkeypatch, tmp_path):
+    """Two steps of two minibatches with AdamW, and a KL warm-up. All responses are trained in step
+    1; later those of equal rewards only if there is a KL penalty."""
+    cfg = penalty_settings(*PENALTIES[number], loss_type=LOSS_TYPES[number % 3], n_minibatches=2,
+                           n_grpo_steps=2, lr=3e-3, max_grad_norm=0.0, kl_warmup_steps=2,
+                           tokens_per_microbatch=24, use_std_normalization=number % 2 == 0)
+    policy = make_policy(scale=0.2, num_hidden_layers=1)
+    reference = reference_near(policy) if cfg.kl_coef else None
+    responses = make_groups_with_rewards(policy)
+    model, start = eager_copy(policy).double(), all_weights(policy)
+    ref_model = reference and eager_copy(reference).double()
+    rows = train_on(policy, reference, responses, cfg, monkeypatch, tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), cfg.lr, (0.9, 0.95), weight_decay=0.0)
+    for step in (1, 2):
+        plain = copy.copy(cfg)
+        plain.kl_coef = cfg.kl_coef * step / 2
+        minibatches = starter.make_minibatches(cfg, step, 6)
+        plain_grpo_step(model, ref_model, optimizer, responses, minibatches, plain)
+    moved = all_weights(policy) - start
+    assert relative(moved, all_weights(model) - start) < 2e-3
+    assert [row["train/kl_coef"] for row in rows] == pytest.approx([cfg.kl_coef / 2, cfg.kl_coef])
+
+
+def test_train_adapts_the_coefficient_and_refreshes_the_reference(monkeypatch, tmp_path):
+    """The KL is above its target in step 1; after step 2 the reference is the policy."""
+    cfg = penalty_settings("k3", n_grpo_steps=3, lr=3e-3, target_kl=1e-3, ref_update_every=2)
+    policy = make_policy(scale=0.2, num_hidden_layers=1)
+    responses = make_groups_with_rewards(policy)
+    reference = reference_near(policy)
+    rows = train_on(policy, reference, responses, cfg, monkeypatch, tmp_path)
+    coefficients = [row["train/kl_coef"] for row in rows]
+    assert coefficients == pytest.approx([0.3, 0.3 * 1.5, 0.3 * 1.5**2])
+    assert 0.0 <= rows[2]["kl/mean"] < 1e-6 < rows[1]["kl/mean"]
+    before_last = rows[1]["kl/mean"]
+    assert before_last > 1e-3 and relative(all_weights(reference), all_weights(policy)) > 1e-4
+
+
+def all_weights(module):
+    """-> all weights in one vector"""
+    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
+
+
+def test_the_published_numbers_are_those_of_the_plainest_loss(monkeypatch):
+    calls = []
+    step = starter.grpo_microbatch_step
+
+    def watched(*arguments, **options):
+        calls.append((arguments, options))
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(starter, "grpo_microbatch_step", watched)
+    assert starter.test_functions()
+    for (arguments, options), published in zip(calls, starter.PUBLISHED, strict=True):
+        policy, ids, labels, mask, advantages, _, clip, loss_type, length, ref_model, coef = arguments
+        cfg = SimpleNamespace(loss_type=loss_type, max_tokens=length, kl_coef=coef, clip_range=clip,
+                              **options)
+        responses, olds = [], []
+        for row, (sampled, chosen) in enumerate(zip(options["rollout_log_probs"], mask.tolist())):
+            n = max(place + 1 for place in range(3) if chosen[place])
+            responses.append(make_response([ids[row, 0].item()], labels[row, :n].tolist(),
+                                           [bool(x) for x in chosen[:n]], sampled[:n].tolist()))
+            olds.append(options["old_log_probs"][row, :n])
+        everything = torch.arange(4)
+        table, ref_table = (model(everything).logits.detach().double()
+                            for model in (policy, ref_model))
+        table.requires_grad_()
+        loss = plain_loss(lambda ids: SimpleNamespace(logits=table[ids]),
+                          lambda ids: SimpleNamespace(logits=ref_table[ids]), responses,
+                          advantages.tolist(), olds, cfg)
+        slope, = torch.autograd.grad(loss, table)
+        weights = torch.cos(torch.arange(16.0).view(4, 4))
+        numbers = [loss.item(), (slope * weights).sum().item(), slope.norm().item()]
+        assert published[:4] == (loss_type, cfg.kl_estimator, cfg.kl_importance_weight, cfg.kl_in)
+        assert published[4:] == pytest.approx(numbers, abs=2e-5)
+
+
+# ---- Advantages, rows, minibatches, microbatches
 
 def test_advantages_by_hand():
     rewards = torch.tensor([1, 0, 0, 1, 0.1, 0.1, 0.1, 0.1, 3, 1, 1, 1])
@@ -608,10 +860,24 @@ def test_advantages_by_hand():
     assert torch.allclose(advantages, torch.tensor(wanted), atol=1e-6)
     plain = starter.group_advantages(rewards, 4, False)
     assert plain[:4].tolist() == [0.5, -0.5, -0.5, 0.5] and plain[8] == 1.5
-    for size in range(2, 12):
-        flat = starter.group_advantages(torch.full((size,), 0.1), size, True, 1e-12)
-        assert (flat == 0).all(), "exact zeros where all rewards of a group are equal"
     assert starter.group_advantages(torch.tensor([]), 4, True).shape == (0,), "a rank without rows"
+
+
+@pytest.mark.parametrize("size", range(2, 12))
+def test_equal_rewards_give_advantages_of_exactly_zero(size):
+    advantages = starter.group_advantages(torch.full((size,), 0.1), size, True, 1e-12)
+    assert (advantages == 0).all(), "a rounding error divided by a tiny deviation would be large"
+
+
+@pytest.mark.parametrize("kl_coef, step, wanted", [
+    (0.0, 1, [0, 1, 2, 3]), (0.0, 2, [0, 3]), (0.1, 1, [0, 1, 2, 3]), (0.1, 2, [0, 1, 2, 3])])
+def test_rows_have_a_gradient_if_they_have_an_advantage_or_a_kl_penalty(kl_coef, step, wanted):
+    """And in step 1, so that check_agreement() sees every response"""
+    advantages = torch.tensor([0.5, 0.0, 0.0, -0.5])
+    assert starter.rows_with_a_gradient(advantages, kl_coef, step) == wanted
+    flat = torch.zeros(4)
+    assert starter.rows_with_a_gradient(flat, kl_coef, step) == (wanted if len(wanted) == 4 else [])
+    assert torch.equal(flat, torch.zeros(4)), "the advantages stay as they are"
 
 
 def test_make_batch_shifts_and_masks_by_length():
@@ -634,37 +900,50 @@ def test_minibatches_are_drawn_from_the_rows_of_all_ranks(monkeypatch):
     alone = starter.make_minibatches(cfg, 4, 24)
     assert len(alone) == 6 and alone[:3] != alone[3:] != starter.make_minibatches(cfg, 5, 24)[3:]
     assert sorted(sum(alone[:3], [])) == sorted(sum(alone[3:], [])) == list(range(24))
+    assert starter.make_minibatches(settings_of(n_minibatches=3, seed=2), 4, 24) != alone[:3]
     monkeypatch.setattr(starter, "gather", lambda n_rows: [9, 15])
     monkeypatch.setattr(starter, "RANK", 1)
     wanted = [[row - 9 for row in rows if row >= 9] for rows in alone]
     assert starter.make_minibatches(cfg, 4, 15) == wanted
 
 
-def test_microbatches_keep_to_the_limit(monkeypatch):
+@pytest.mark.parametrize("limit", [1, 30, 64, 1000])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_microbatches_keep_to_the_limit(limit, is_packed):
     rng = random.Random(0)
-    for limit, is_packed in itertools.product((1, 30, 64, 1000), (True, False)):
-        batch = make_rows([rng.randrange(4, 50) for _ in range(40)])
-        rows = sorted(rng.sample(range(40), 33))
-        cfg = settings_of(tokens_per_microbatch=limit)
-        parts = starter.make_microbatches(batch, rows, cfg, is_packed)
-        assert sorted(sum(parts, [])) == rows and all(parts)
-        lay_out = starter.pack if is_packed else starter.pad
-        for part in parts:
-            inputs, *_ = lay_out(*(x[part] for x in rows_in(batch)), torch.device("cpu"))
-            assert inputs["input_ids"].numel() <= limit or len(part) == 1
-        most = sum(batch.lengths[row] for row in rows) if is_packed else 33 * 50
-        assert len(parts) == 33 if limit == 1 else len(parts) <= 2 * most / limit + 1
-    shared = starter.make_batch([make_response([5] * 50, [7] * 11)] * 4)
-    cfg = settings_of(tokens_per_microbatch=50 + 4 * 11)
-    assert starter.make_microbatches(shared, [0, 1, 2, 3], cfg, True) == [[0, 1, 2, 3]]
-    shared_by_six = starter.make_batch([make_response([5] * 50, [7] * 11)] * 6)
-    cfg.tokens_per_microbatch = 50 + 2 * 11  # each part brings the prompt
-    parts = starter.make_microbatches(shared_by_six, list(range(6)), cfg, True)
-    assert parts == [[0, 1], [2, 3], [4, 5]]
-    # Another rank has two more: all ranks run the model equally often.
-    monkeypatch.setattr(starter, "gather", lambda n: [n, n + 2])
-    assert starter.make_microbatches(shared, [0, 1], cfg, True) == [[0, 1], [], []]
+    batch = make_rows([rng.randrange(4, 50) for _ in range(40)])
+    rows = sorted(rng.sample(range(40), 33))
+    microbatches = starter.make_microbatches(
+        batch, rows, settings_of(tokens_per_microbatch=limit), is_packed)
+    assert sorted(sum(microbatches, [])) == rows and all(microbatches)
+    lay_out = starter.pack if is_packed else starter.pad
+    for micro in microbatches:
+        inputs, *_ = lay_out(*(x[micro] for x in rows_in(batch)), CPU)
+        assert inputs["input_ids"].numel() <= limit or len(micro) == 1
+    n_tokens = sum(batch.lengths[row] for row in rows) if is_packed else 33 * 50
+    assert len(microbatches) == 33 if limit == 1 else len(microbatches) <= 2 * n_tokens / limit + 1
 
+
+def test_microbatches_count_a_shared_prompt_once():
+    shared = starter.make_batch([make_response([5] * 50, [7] * 11)] * 6)
+    cfg = settings_of(tokens_per_microbatch=50 + 6 * 11)
+    assert starter.make_microbatches(shared, list(range(6)), cfg, True) == [[0, 1, 2, 3, 4, 5]]
+    cfg.tokens_per_microbatch = 50 + 2 * 11  # each part brings the prompt
+    parts = starter.make_microbatches(shared, list(range(6)), cfg, True)
+    assert parts == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_every_rank_has_as_many_microbatches(monkeypatch):
+    """All ranks run the model equally often. What a rank lacks are empty lists, each its own."""
+    shared = starter.make_batch([make_response([5] * 50, [7] * 11)] * 2)
+    monkeypatch.setattr(starter, "gather", lambda n: [n, n + 2])
+    parts = starter.make_microbatches(shared, [0, 1], settings_of(), True)
+    assert parts == [[0, 1], [], []]
+    parts[1].append(7)
+    assert parts == [[0, 1], [7], []]
+
+
+# ---- KL
 
 def toy(seed=0, size=8):
     """-> logits of a policy, log-probs of a reference, and a direction, over a small vocabulary"""
@@ -775,6 +1054,18 @@ def test_runaway_tokens_keep_a_finite_gradient_towards_the_reference(estimator, 
         assert metadata["kl_mean"] == pytest.approx(min(k3, 20.0), rel=1e-4)
 
 
+def test_kl_divergence_alone_is_the_documented_formula():
+    log_pi, log_ref = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-1.5, -2.5]])
+    l = log_pi - log_ref
+    for estimator, wanted in {"k1": l, "k2": l**2 / 2, "k3": (-l).exp() - 1 + l}.items():
+        assert torch.allclose(starter.compute_kl_divergence(log_pi, log_ref, estimator), wanted)
+        weighted = starter.compute_kl_divergence(log_pi, log_ref, estimator, torch.tensor(3.0))
+        assert torch.allclose(weighted, 3 * wanted)
+    assert torch.equal(starter.compute_kl_divergence(log_pi, log_ref), l), "k1 is the default"
+    with pytest.raises(UserError, match="k4 is not one of"):
+        starter.compute_kl_divergence(log_pi, log_ref, "k4")
+
+
 def test_kl_mean_is_the_clipped_and_weighted_k3():
     """One token in 1,000 at a log-ratio of -20 has a k3 of 5e8: no mean of it says anything."""
     policy, old, ref = torch.full((3, 1, 1000), -1.0)
@@ -793,6 +1084,22 @@ def test_kl_mean_is_the_clipped_and_weighted_k3():
     assert policy.grad[0, 1:3].tolist() == pytest.approx([10 * 0.5, math.exp(-0.2) * -0.2])
 
 
+@pytest.mark.parametrize("estimator, factor", [("k1", 2), ("k2", 2), ("k3", 2), ("exact", 1)])
+def test_the_exact_kl_is_not_weighted_by_the_sampler(estimator, factor):
+    """It is a sum over the vocabulary. Estimates are made of a token that the sampler drew."""
+    policy, ref = torch.full((1, 3), -1.0), torch.full((1, 3), -1.3)
+    losses = []
+    for sampled in (policy, policy - math.log(2)):  # half as likely for the sampler
+        losses.append(starter.compute_loss(
+            torch.zeros(1), policy, None, 0.2, ref, 0.5, kl_estimator=estimator,
+            exact_kl=torch.full((1, 3), 0.7), rollout_log_probs=sampled)[0])
+    assert torch.allclose(losses[1], factor * losses[0]) and (losses[0] > 0).all()
+    if estimator == "exact":
+        assert losses[0].tolist() == [pytest.approx([0.5 * 0.7] * 3)]
+
+
+# ---- Loss
+
 def test_loss_by_hand_in_every_clip_case():
     ratio = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5], dtype=torch.float64)
     for advantage, wanted, slope in (
@@ -807,150 +1114,303 @@ def test_loss_by_hand_in_every_clip_case():
         assert metadata["clip_fraction"] == pytest.approx(0.2), "binding clips only"
         approx_kl = float((ratio - 1 - ratio.log()).mean())
         assert metadata["approx_kl"] == pytest.approx(approx_kl)
-    high, _ = starter.compute_loss(torch.tensor([2.0]), ratio[None, 4:].log(), torch.zeros(1, 1),
-                                   0.2, clip_range_high=0.28)
-    assert high.item() == pytest.approx(-2.56)
+
+
+def test_the_clip_may_be_higher_above_and_an_advantage_belongs_to_a_row():
+    policy = torch.tensor([[0.4, -0.4]])
+    loss, _ = starter.compute_loss(torch.tensor([2.0]), policy, torch.zeros(1, 2), 0.2,
+                                   clip_range_high=0.28)
+    assert loss[0, 0] == pytest.approx(-2 * 1.28)
+    loss, _ = starter.compute_loss(torch.tensor([-2.0]), policy, torch.zeros(1, 2), 0.2,
+                                   clip_range_high=0.28)
+    assert loss[0, 1] == pytest.approx(2 * 0.8)
     zeros = torch.zeros(2, 2)
     square = starter.compute_loss(torch.tensor([1.0, -1.0]), zeros, zeros, 0.2)[0]
-    assert square.tolist() == [[-1, -1], [1, 1]], "advantages are per row, also when B equals T"
+    assert square.tolist() == [[-1, -1], [1, 1]], "also when B equals T"
+    each = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert torch.equal(starter.compute_loss(each, zeros, zeros, 0.2)[0], -each), "or to a token"
 
 
-def test_kl_keys_are_zero_while_kl_is_off_and_nan_stays_behind_the_mask():
+def test_without_old_log_probs_the_policy_is_its_own_old_policy():
+    """A number: with its gradient the ratio would have none."""
+    policy = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss, _ = starter.compute_loss(torch.tensor([3.0]), policy, None, 0.2)
+    slope, = torch.autograd.grad(loss.sum(), policy)
+    assert loss.tolist() == [[-3, -3]] and slope.tolist() == [[-3, -3]]
+    sampled = torch.full((1, 2), -1.5)  # its weight is a number, too
+    loss, metadata = starter.compute_loss(torch.tensor([3.0]), policy, None, 0.2,
+                                          rollout_log_probs=sampled)
+    slope, = torch.autograd.grad(loss.sum(), policy)
+    weights = [math.exp(0.5), math.exp(-0.5)]
+    assert slope[0].tolist() == pytest.approx([-3 * weight for weight in weights])
+    assert metadata["logp_gap"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("gap, weight", [(0.5, math.exp(0.5)), (0.8, 2.0), (50.0, 2.0),
+                                         (-3.0, math.exp(-3.0))])
+def test_the_weight_of_the_sampler_is_at_most_2(gap, weight):
+    policy = torch.full((1, 1), -1.0)
+    loss, _ = starter.compute_loss(torch.tensor([1.0]), policy, None, 0.2,
+                                   rollout_log_probs=policy - gap)
+    assert -loss.item() == pytest.approx(weight, rel=1e-5)
+
+
+def test_a_token_that_ran_away_from_the_old_policy_does_not_overflow():
+    policy = torch.tensor([[400.0, -400.0]], requires_grad=True)
+    for advantage in (1.0, -1.0):
+        loss, metadata = starter.compute_loss(torch.tensor([advantage]), policy,
+                                              torch.zeros(1, 2), 0.2)
+        slope, = torch.autograd.grad(loss.sum(), policy)
+        assert torch.isfinite(loss).all() and torch.isfinite(slope).all()
+        assert all(math.isfinite(value) for value in metadata.values())
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_nan_stays_behind_the_mask(kl_coef):
     bad = torch.tensor([[-1.0, math.nan, -math.inf, math.inf]], requires_grad=True)
     other = torch.tensor([[-1.1, math.inf, math.nan, -math.inf]])
     advantages = torch.tensor([[1.0, math.nan, math.nan, math.inf]])
     mask = torch.tensor([[1, 0, 0, 0]])
-    for kl_coef in (0.0, 0.1):
-        loss, metadata = starter.compute_loss(advantages, bad, other, 0.2, other, kl_coef,
-                                              response_mask=mask, rollout_log_probs=other)
-        slope = torch.autograd.grad(loss.sum(), bad)[0]
-        assert torch.isfinite(loss).all() and torch.isfinite(slope).all() and slope[0, 0] != 0
-        assert (slope[0, 1:] == 0).all() and all(math.isfinite(v) for v in metadata.values())
-        keys = ("kl_penalty_mean", "kl_mean", "kl_max", "kl_min")
-        assert all((metadata[key] != 0) == bool(kl_coef) for key in keys)
-    zeros = torch.zeros(1, 4)  # off means not evaluated: 0 * NaN is NaN
-    assert torch.isfinite(starter.compute_loss(torch.ones(1), zeros, zeros, 0.2, other)[0]).all()
+    loss, metadata = starter.compute_loss(advantages, bad, other, 0.2, other, kl_coef,
+                                          response_mask=mask, rollout_log_probs=other)
+    slope = torch.autograd.grad(loss.sum(), bad)[0]
+    assert torch.isfinite(loss).all() and torch.isfinite(slope).all() and slope[0, 0] != 0
+    assert (slope[0, 1:] == 0).all() and all(math.isfinite(v) for v in metadata.values())
+    keys = ("kl_penalty_mean", "kl_mean", "kl_max", "kl_min")
+    assert all((metadata[key] != 0) == bool(kl_coef) for key in keys)
 
 
-def test_an_empty_mask_is_zero_with_zero_gradient_and_bad_numbers_are_not_hidden():
+def test_a_kl_that_is_off_is_not_evaluated():
+    """0 * NaN would be NaN."""
+    zeros, bad = torch.zeros(1, 4), torch.full((1, 4), math.nan)
+    assert torch.isfinite(starter.compute_loss(torch.ones(1), zeros, zeros, 0.2, bad)[0]).all()
+
+
+def test_an_empty_mask_has_no_loss_and_no_gradient():
     policy, ref = torch.zeros(2, 3, requires_grad=True), torch.full((2, 3), -1.0)
     loss, metadata = starter.compute_loss(torch.ones(2), policy, None, 0.2, ref, 0.1,
                                           response_mask=torch.zeros(2, 3))
     loss.sum().backward()
     assert (loss == 0).all() and (policy.grad == 0).all() and set(metadata.values()) == {0.0}
+
+
+def test_bad_numbers_of_the_policy_reach_the_gradient_and_those_of_the_reference_do_not():
+    """An update whose gradient is not finite is skipped."""
+    policy, ref = torch.zeros(2, 3), torch.full((2, 3), -1.0)
     ref[1, 2] = -math.inf
     loss, metadata = starter.compute_loss(torch.ones(2), policy, None, 0.2, ref, 0.1)
     assert torch.isfinite(loss).all() and metadata["kl_max"] == pytest.approx(19)
-    bad = torch.zeros(2, 3)
-    bad[1, 2] = math.nan
+    policy[1, 2] = math.nan
     for kl_coef in (0.0, 0.1):
-        loss, _ = starter.compute_loss(torch.ones(2), bad.requires_grad_(), torch.zeros(2, 3), 0.2,
-                                       ref, kl_coef)
-        slope = torch.autograd.grad(loss.sum(), bad)[0]
-        assert loss.isnan().sum() == slope.isnan().sum() == 1, "the update is skipped"
+        loss, _ = starter.compute_loss(torch.ones(2), policy.requires_grad_(), torch.zeros(2, 3),
+                                       0.2, ref, kl_coef)
+        slope = torch.autograd.grad(loss.sum(), policy)[0]
+        assert loss.isnan().sum() == slope.isnan().sum() == 1
 
 
-def step_in_parts(policy, batch, advantages, split, loss_type, divisor, **options):
+# ---- One step in parts
+
+@functools.cache
+def pair():
+    """-> policy, reference, and the advantages of make_groups()"""
+    policy = make_policy()
+    advantages = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    return policy, reference_near(policy), advantages
+
+
+def step_in_parts(microbatches, loss_type, divisor, **options):
     """-> (loss, gradient) of one optimizer step"""
+    policy, reference, advantages = pair()
+    batch = make_groups()
     policy.zero_grad()
     loss = 0.0
-    for rows in split:
+    for rows in microbatches:
         part, _ = starter.grpo_microbatch_step(
-            policy, *(x[rows] for x in rows_in(batch)), advantages[rows], len(split), 0.2,
-            loss_type, 24, divisor=divisor, **options)
+            policy, *(x[rows] for x in rows_in(batch)), advantages[rows], len(microbatches), 0.2,
+            loss_type, 24, reference, 0.1, divisor=divisor, **options)
         loss += float(part)
     return loss, gradient(policy)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("estimator", ["k3", "exact"])
+@pytest.mark.parametrize("loss_type, estimator", [("grpo", "k3"), ("dapo", "exact")])
 def test_the_gradient_does_not_depend_on_the_microbatches(loss_type, estimator):
-    policy, reference, batch = make_policy(), make_policy(seed=1), make_groups()
-    advantages = torch.randn(16, generator=torch.Generator().manual_seed(0))
-    options = {"ref_model": reference, "kl_coef": 0.1, "kl_estimator": estimator}
-    divisor = starter.loss_divisor(batch.response_mask, loss_type, 24)
-    n_tokens = batch.response_mask.sum(1)
-    assert divisor == {"grpo": 15, "dr_grpo": 15 * 24, "dapo": n_tokens.sum()}[loss_type]
-    whole = step_in_parts(policy, batch, advantages, [list(range(16))], loss_type, None, **options)
-    splits = [[[0, 1, 2], list(range(3, 16))], [[i] for i in range(16)], [list(range(16)), []]]
+    divisor = starter.loss_divisor(make_groups().response_mask, loss_type, 24)
+    whole = step_in_parts([list(range(16))], loss_type, None, kl_estimator=estimator)
+    splits = [[[0, 1, 2], list(range(3, 16))], [list(range(16)), []]]
     for split in splits:
-        loss, grad = step_in_parts(policy, batch, advantages, split, loss_type, divisor, **options)
+        loss, grad = step_in_parts(split, loss_type, divisor, kl_estimator=estimator)
         assert loss == pytest.approx(whole[0], rel=1e-4) and relative(grad, whole[1]) < 1e-5
-    wrong = step_in_parts(policy, batch, advantages, splits[0], loss_type, None, **options)
+    wrong = step_in_parts(splits[0], loss_type, None, kl_estimator=estimator)
     assert relative(wrong[1], whole[1]) > 0.05, "a mean per microbatch is not the mean of all"
-    # The value by hand
-    with torch.no_grad():
-        model, ref = eager_copy(policy), eager_copy(reference)
-        log_probs = plain_log_probs(model, batch)
-        log_ratio = log_probs - plain_log_probs(ref, batch)
-        kl = torch.expm1(-log_ratio) + log_ratio
-        if estimator == "exact":
-            full, full_ref = (m(batch.input_ids).logits.log_softmax(-1) for m in (model, ref))
-            kl = (full.exp() * (full - full_ref)).sum(-1)
-        loss = torch.where(batch.response_mask, 0.1 * kl - advantages[:, None], 0)
-    by_hand = {"grpo": (loss.sum(1) / n_tokens.clamp(min=1)).sum() / 15,
-               "dr_grpo": loss.sum() / (24 * 15), "dapo": loss.sum() / n_tokens.sum()}
-    assert whole[0] == pytest.approx(float(by_hand[loss_type]), rel=1e-3)
-    # Old log-probs are taken as given.
-    loss, metadata = starter.grpo_microbatch_step(
-        policy, *rows_in(batch), torch.ones(16), 1, 0.2, "dapo", old_log_probs=log_probs - 0.1)
-    assert float(loss) == pytest.approx(-math.exp(0.1), rel=1e-4)
-    assert metadata["n_tokens"] == n_tokens.sum()
 
 
-def make_state(**changes):
-    return SimpleNamespace(**{"step": 1, "skipped": 0, "skips_in_a_row": 0, "lr_factor": 1.0,
-                              "kl_factor": 1.0, "kl_smooth": 0.0, "ref_step": 0, "first_gap": 0.0,
-                              "best_reward": 0.0} | changes)
+def test_the_divisor_counts_rows_or_tokens():
+    mask = make_groups().response_mask
+    assert int(mask.any(1).sum()) == 15, "one of 16 rows is empty"
+    divisors = [starter.loss_divisor(mask, loss_type, 24) for loss_type in LOSS_TYPES]
+    assert divisors == [15, 15 * 24, int(mask.sum())]
 
 
-def test_updates_are_clipped_and_warmed_up_and_need_a_gradient():
-    policy = torch.nn.Linear(2, 1, bias=False)
-    other = torch.nn.Parameter(torch.ones(1))  # a group of one's own has the same learning rate
-    optimizer = torch.optim.SGD([{"params": policy.parameters()}, {"params": [other]}], 9.0,
-                                momentum=1e-9)
+def test_without_a_divisor_a_part_is_one_of_equal_parts():
+    whole = step_in_parts([list(range(16))], "dapo", None)
+    halves = step_in_parts([list(range(16)), list(range(16))], "dapo", None)
+    assert halves[0] == pytest.approx(whole[0]) and relative(halves[1], whole[1]) < 1e-5
 
-    def update(slope, step, **changes):
-        start = policy.weight.detach().clone()
-        policy.weight.grad = torch.tensor([slope])
-        cfg = settings_of(warmup_steps=4, **changes)
-        norm = starter.update_weights(policy, optimizer, 0.0, cfg, make_state(step=step))
-        assert policy.weight.grad is None, "the memory is free again"
-        return norm, (policy.weight.detach() - start)[0].tolist()
 
-    assert update([3.0, 4.0], 2) == (5.0, pytest.approx([-0.05 * 0.6, -0.05 * 0.8], abs=1e-5))
+def test_reference_log_probs_may_be_given_or_computed():
+    _, reference, _ = pair()
+    batch = make_groups()
+    given = log_probs_of(reference, batch)
+    rows = list(range(16))
+    computed = step_in_parts([rows], "grpo", None)
+    assert step_in_parts([rows], "grpo", None, ref_log_probs=given)[0] == pytest.approx(computed[0])
+    shifted = step_in_parts([rows], "grpo", None, ref_log_probs=given - 0.5)
+    assert abs(shifted[0] - computed[0]) > 1e-3, "what is given is taken"
+
+
+def test_metadata_of_a_step_counts_its_tokens_and_its_entropy():
+    policy, _, _ = pair()
+    batch = make_groups()
+    _, metadata = starter.grpo_microbatch_step(policy, *rows_in(batch), torch.ones(16), 1, 0.2)
+    logits = eager_copy(policy)(batch.input_ids).logits.detach()[batch.response_mask]
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    assert metadata["n_tokens"] == batch.response_mask.sum()
+    assert metadata["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
+    assert metadata["loss"] == pytest.approx(-1), "the mean of 15 rows; without old log-probs"
+
+
+@pytest.mark.parametrize("tokens_per_microbatch", [10**6, 20])
+def test_score_has_the_log_probs_of_the_chosen_rows(tokens_per_microbatch):
+    policy, _, _ = pair()
+    batch = make_groups()
+    cfg = settings_of(temperature=0.7, tokens_per_microbatch=tokens_per_microbatch)
+    log_probs = starter.score(policy, batch, [1, 2, 9], cfg)
+    wanted = plain_log_probs(eager_copy(policy), batch, 0.7).detach()
+    assert torch.allclose(log_probs[[1, 2, 9]], wanted[[1, 2, 9]], atol=2e-5)
+    assert not log_probs.requires_grad and (log_probs[[0, *range(3, 9), 10]] == 0).all()
+
+
+# ---- Update
+
+def make_update():
+    """-> function that gives a policy of two layers a gradient and updates it. The optimizer has
+    the first layer only, in two groups. -> (norm, how the weights of that layer moved)"""
+    policy = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(2, 1))
+    groups = [{"params": [policy[0].weight]}, {"params": [policy[0].bias]}]
+    optimizer = torch.optim.SGD(groups, 9.0, momentum=1e-9)
+
+    def update(slope, state, loss=0.0, **changes):
+        start = policy[0].weight.detach().clone()
+        policy[0].weight.grad = torch.tensor([slope])
+        norm = starter.update_weights(policy, optimizer, loss, settings_of(**changes), state)
+        assert policy[0].weight.grad is None, "the memory is free again"
+        return norm, (policy[0].weight.detach() - start)[0].tolist()
+
+    return update, policy, optimizer
+
+
+def test_updates_are_clipped_and_warmed_up():
+    update, _, optimizer = make_update()
+    moved = update([3.0, 4.0], make_state(step=2), warmup_steps=4)
+    assert moved == (5.0, pytest.approx([-0.05 * 0.6, -0.05 * 0.8], abs=1e-5))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05])
-    assert update([3.0, 4.0], 9, max_grad_norm=0)[1] == pytest.approx([-0.3, -0.4], abs=1e-5)
-    # Momentum alone must not move the weights. 1e-9: kl_coef=1e-9 measures the KL and no more.
+    moved = update([3.0, 4.0], make_state(step=9), warmup_steps=4, max_grad_norm=0)
+    assert moved == (5.0, pytest.approx([-0.3, -0.4], abs=1e-5))
+
+
+def test_without_a_gradient_momentum_does_not_move_the_weights():
+    """kl_coef=1e-9 measures the KL and no more."""
+    update, _, optimizer = make_update()
+    update([3.0, 4.0], make_state())
     optimizer.param_groups[0]["momentum"] = 0.9
-    assert update([0.0, 0.0], 9)[1] == update([1e-9, 0.0], 9)[1] == [0, 0]
+    assert update([0.0, 0.0], make_state())[1] == update([1e-9, 0.0], make_state())[1] == [0, 0]
+    assert update([1e-3, 0.0], make_state())[1][1] != 0, "with a gradient it does"
+
+
+def test_gradients_of_weights_outside_the_optimizer_do_not_add_up():
+    """Otherwise they would grow and throttle the clipping."""
+    update, policy, _ = make_update()
+    for _ in range(3):
+        policy[1](torch.tensor([6.0, 8.0])).backward()  # norm: of (6, 8) and the bias
+        norm, _ = update([0.0, 0.0], make_state())
+        assert norm == pytest.approx(math.sqrt(101))
+        assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("slope, loss", [(math.nan, 0.0), (math.inf, 0.0), (1.0, math.nan),
+                                         (1.0, math.inf)])
+def test_updates_that_are_not_finite_are_skipped_and_the_rate_recovers(slope, loss):
+    update, _, optimizer = make_update()
+    state = make_state()
+    assert update([slope, 1.0], state, loss)[1] == [0.0, 0.0]
+    assert (state.skipped, state.skips_in_a_row, state.lr_factor) == (1, 1, 0.1)
+    rates = []
+    for _ in range(5):
+        assert update([1.0, 1.0], state)[1][0] < 0
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.1])
+    assert (state.skipped, state.skips_in_a_row, state.lr_factor) == (1, 0, 1.0)
+
+
+def test_five_skipped_updates_in_a_row_end_the_run():
+    update, _, _ = make_update()
+    state = make_state()
+    for slope in (math.nan,) * 4 + (1.0,) + (math.nan,) * 4:
+        update([slope, 1.0], state)
+    with pytest.raises(UserError, match="5 updates in a row"):
+        update([math.nan, 1.0], state)
+    assert state.skipped == 9
+
+
+def adapt(state, *values):
+    for value in values:
+        starter.adapt_kl_coef(state, value, settings_of(target_kl=0.1))
+    return state.kl_factor
 
 
 def test_the_adaptive_coefficient_follows_the_kl():
-    cfg, state = settings_of(target_kl=0.1), make_state()
-
-    def adapt(*values):
-        for value in values:
-            starter.adapt_kl_coef(state, value, cfg)
-        return state.kl_factor
-
-    assert adapt(0.2) == adapt(0.1) == 1.0, "between half the target and 1.5 times the target"
-    assert adapt(0.3) == adapt(math.nan) == 1.5, "held if the KL is not finite"
-    adapt(1e9)
+    state = make_state()
+    assert adapt(state, 0.2) == adapt(state, 0.1) == 1.0, "near the target"
+    assert adapt(state, 0.3) == adapt(state, math.nan, math.inf) == 1.5, "held if not finite"
+    adapt(state, 1e9)
     assert state.kl_smooth == pytest.approx(0.35), "clipped at 5 * target_kl before smoothing"
-    assert adapt(*[9.0] * 60) == 100 and adapt(*[0.0] * 100) == 0.1
+    assert adapt(state, *[9.0] * 60) == 100 and adapt(state, *[0.0] * 100) == 0.1
 
 
-# ---- 3. Sampler ------------------------------------------------------------------------------
+def test_the_adaptive_coefficient_is_not_lowered_before_the_kl_has_passed_the_target():
+    """The KL starts at 0. A coefficient that fell meanwhile would be missing when it has risen."""
+    state = make_state()
+    assert adapt(state, *[0.0] * 20, *[0.04] * 20, *[0.09] * 20) == 1.0
+    assert not state.kl_was_high
+    assert adapt(state, 0.12, 0.12, 0.12, 0.12) == 1.0 and state.kl_was_high
+    assert adapt(state, 0.0, 0.0) == 0.75
+
+
+def test_a_refreshed_reference_is_the_policy_and_the_kl_begins_anew():
+    policy, batch = make_policy(seed=1), make_groups()
+    reference = reference_near(policy)
+    state = make_state(step=7, kl_factor=3.0, kl_smooth=0.4, kl_was_high=True)
+
+    def kl():
+        return starter.response_stats(policy, *rows_in(batch), 1.0, reference)[3].abs().max()
+
+    assert kl() > 1e-3
+    starter.refresh_reference(reference, policy, state)
+    assert kl() < 1e-6 and not any(p.requires_grad for p in reference.parameters())
+    assert (state.ref_step, state.kl_smooth, state.kl_was_high) == (7, 0.0, False)
+    assert adapt(state, 0.0, 0.0, 0.0) == 3.0, "it is not lowered while the KL rises again"
+
+
+# ---- 3. Sampler: turns, vLLM, the stand-in -------------------------------------------------------
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16]]
-# Longer than a block of vLLM's prefix cache
-LONG_PROMPTS = [[2 + (i * j) % 250 for j in range(150)] for i in (7, 11)]
 
 
-def sample(llm, prompts=PROMPTS, n=4, seed=1, first=0, temperature=1.0, stop_ids=(256,), **changes):
+def sample(llm, prompts=PROMPTS, n=4, seed=1, first=0, stop_ids=(256,), reply=None, turn_ends=(),
+           **changes):
     """-> n responses to each prompt"""
-    task = make_task([{"prompt": "?"}], stop_ids=stop_ids, temperature=temperature, **changes)
+    task = make_task([{"prompt": "?"}], stop_ids=stop_ids, **changes)
+    task.reply, task.turn_ends = reply, turn_ends
     problems = [{"prompt_ids": prompt, "problem_number": number}
                 for number, prompt in enumerate(prompts, first)]
     return starter.rollout_with_vllm(llm, task, problems, n, seed)
@@ -968,43 +1428,64 @@ def ids_of(responses):
     return [response.ids for response in responses]
 
 
-def check_sampler(policy, llm):
-    """What the torch sampler and vLLM must both do"""
-    first = sample(llm)
-    assert len(first) == 12 and len({tuple(response.ids) for response in first}) > 6
-    for response in first:
+def ending_policy(kind):
+    """A random model whose responses end now and then, or say A"""
+    policy = make_policy(kind, vocab_size=260)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[256] *= 2.5
+        policy.model.get_output_embeddings().weight[65] *= 2.0
+    return policy
+
+
+# What the torch sampler and vLLM must both do: the tests of vLLM call these, too.
+
+def check_ends(policy, llm):
+    responses = sample(llm)
+    assert len(responses) == 12 and len({tuple(response.ids) for response in responses}) > 6
+    for response in responses:
         assert 1 <= len(response.ids) == len(response.log_probs) <= 12 and all(response.mask)
         assert 256 not in response.ids[:-1] and response.finished == (response.ids[-1] == 256)
         assert response.finished or len(response.ids) == 12
-    assert any(r.finished for r in first) and not all(r.finished for r in first)
-    assert worst_gap(policy, first) < 1e-4
+    assert {response.finished for response in responses} == {True, False}
+    # Only stop_ids end a response, not the end token of config.json.
+    unending = sample(llm, n=16, stop_ids=())
+    assert {len(response.ids) for response in unending} == {12}
+    assert any(256 in response.ids[:-1] for response in unending)
+
+
+def check_seeds(policy, llm):
+    first = sample(llm)
     assert [vars(x) for x in sample(llm)] == [vars(x) for x in first]
     for other in ({"seed": 43}, {"seed": "eval"}, {"first": 12}):
         assert ids_of(sample(llm, **other)) != ids_of(first)
     # A second rank, which has the prompts after the first one, samples the same responses.
     assert ids_of(sample(llm, PROMPTS[1:], first=1)) == ids_of(first[4:])
+
+
+def check_temperature(policy, llm):
     warm = sample(llm, temperature=0.7)
     assert worst_gap(policy, warm, 0.7) < 1e-4 < worst_gap(policy, warm)
     greedy = sample(llm, PROMPTS[:1], n=1, temperature=0.0)
     with torch.no_grad():
         best = eager_copy(policy)(torch.tensor(PROMPTS[:1])).logits[0, -1].argmax()
     assert greedy[0].ids[0] == best
-    # Only stop_ids end a response, not the end token of config.json.
-    unending = sample(llm, n=16, stop_ids=())
-    assert {len(response.ids) for response in unending} == {12}
-    assert any(256 in response.ids[:-1] for response in unending)
+
+
+def check_sync(policy, llm):
+    weights = copy.deepcopy(policy.state_dict())
+    assert worst_gap(policy, sample(llm)) < 1e-4
     randomize(policy.model, 7)
     assert worst_gap(policy, sample(llm)) > 0.1
     starter.load_policy_into_vllm_instance(policy, llm)
     assert worst_gap(policy, sample(llm)) < 1e-4
+    policy.load_state_dict(weights)
+    starter.load_policy_into_vllm_instance(policy, llm)
 
 
-def check_turns(policy, llm, monkeypatch):
-    """A text in TURN_ENDS ends a turn; what reply() says has no loss."""
-    monkeypatch.setattr(starter, "TURN_ENDS", ("A",))
-    monkeypatch.setattr(starter, "reply",
-                        lambda problem, text: "BC" if text.endswith("A") else None)
-    responses = sample(llm, n=16, max_tokens=40, max_turns=3)
+def check_turns(policy, llm):
+    """A text in turn_ends ends a turn; what reply() says has no loss."""
+    responses = sample(llm, n=16, max_tokens=40, max_turns=3, turn_ends=("A",),
+                       reply=lambda problem, text: "BC" if text.endswith("A") else None)
     assert max(len(response.problem["turns"]) for response in responses) >= 3
     for response in responses:
         is_chosen, ids = [], response.ids
@@ -1015,39 +1496,35 @@ def check_turns(policy, llm, monkeypatch):
                 is_chosen += [False, False]
         assert response.mask == is_chosen and response.finished == (ids[-1] == 256)
     assert worst_gap(policy, responses) < 1e-4
-    # The gradient is that of the chosen tokens, by the plain formula.
     batch = starter.make_batch(responses)
     assert batch.response_mask.sum() == sum(sum(response.mask) for response in responses)
     policy.zero_grad()
-    starter.grpo_microbatch_step(policy, *rows_in(batch), torch.ones(len(responses)), 1, 0.2,
-                                 "dapo")
+    starter.grpo_microbatch_step(policy, *rows_in(batch), torch.ones(48), 1, 0.2, "dapo")
     model = eager_copy(policy)
     (-plain_log_probs(model, batch).sum() / batch.response_mask.sum()).backward()
     assert relative(gradient(policy), gradient(model)) < 1e-5
 
 
-def ending_policy(kind):
-    """A random model whose responses end now and then, or say A"""
-    policy = make_policy(kind, vocab_size=260)
-    with torch.no_grad():
-        policy.model.get_output_embeddings().weight[256] *= 2.5
-        policy.model.get_output_embeddings().weight[65] *= 2.0
-    return policy
+SAMPLER_CHECKS = check_ends, check_seeds, check_temperature, check_sync, check_turns
 
 
-def test_torch_sampler(monkeypatch):
+@pytest.fixture(scope="module")
+def torch_sampler():
     policy = ending_policy("llama")
-    llm = starter.init_vllm(policy, tokenizer_with(CHAT), settings_of(use_vllm=False))
-    check_turns(policy, llm, monkeypatch)
-    monkeypatch.undo()
-    check_sampler(policy, llm)
-    assert policy.training and policy.is_packed and sample(llm, []) == []
+    return policy, starter.init_vllm(policy, tokenizer_with(CHAT), settings_of(use_vllm=False))
 
 
-def test_torch_sampler_samples_from_the_distribution():
+@pytest.mark.parametrize("check", SAMPLER_CHECKS, ids=lambda check: check.__name__)
+def test_the_torch_sampler_is_right_and_repeatable(torch_sampler, check):
+    policy, llm = torch_sampler
+    check(policy, llm)
+    assert isinstance(llm, starter.TorchSampler) and policy.is_packed and sample(llm, []) == []
+
+
+def test_the_torch_sampler_samples_from_the_distribution():
     policy = make_policy()
     llm = starter.init_vllm(policy, tokenizer_with(CHAT), settings_of(use_vllm=False))
-    pairs = ids_of(sample(llm, [[5, 6]], n=3000, stop_ids=(), max_tokens=2))
+    pairs = ids_of(sample(llm, [[5, 6]], n=2000, stop_ids=(), max_tokens=2))
 
     def check(tokens, prompt):
         with torch.no_grad():
@@ -1060,77 +1537,114 @@ def test_torch_sampler_samples_from_the_distribution():
     check([pair[1] for pair in pairs if pair[0] == first], [5, 6, first])
 
 
-@pytest.fixture(scope="module")
-def engine():
-    """The real vLLM. Its model is tied, which is where a sync can go wrong."""
-    policy = ending_policy("qwen3")
-    threads = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    with mock.patch.object(starter, "TURN_ENDS", ("A",)):
-        llm = starter.init_vllm(policy, tokenizer_with(CHAT), settings_of(max_prompt_tokens=244))
-    assert not isinstance(llm, starter.TorchSampler), "the real vLLM must start here"
-    assert threads == (torch.get_num_threads(), torch.get_float32_matmul_precision())
-    return policy, llm
+def test_without_vllm_torch_samples_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(starter, "start_vllm", mock.Mock(side_effect=ImportError("no symbol")))
+    cfg = settings_of(use_vllm=True, vllm_sleep=True)
+    llm = starter.init_vllm(make_policy(), tokenizer_with(CHAT), cfg)
+    assert isinstance(llm, starter.TorchSampler) and not cfg.vllm_sleep
+    assert "!!! vLLM cannot be used here, torch samples: no symbol\n" in capsys.readouterr().out
 
 
-@needs_vllm
-def test_vllm_ends_a_turn_after_a_text(engine, monkeypatch):
-    check_turns(*engine, monkeypatch)
-
-
-@needs_vllm
-def test_vllm_agrees_with_the_trainer_before_and_after_a_sync_and_not_without(engine):
-    check_sampler(*engine)
-
-
-@needs_vllm
-def test_more_prompts_than_fit_into_a_batch_of_vllm_give_the_same_responses(engine):
-    policy, llm = engine
-    prompts = [row[:200] for row in make_rows([220] * 50, vocabulary=250).input_ids.tolist()]
-    whole = sample(llm, prompts)
-    parts = [sample(llm, [prompt], first=i) for i, prompt in enumerate(prompts[:10])]
-    assert ids_of(sum(parts, [])) == ids_of(whole)[:40]
-    assert worst_gap(policy, whole) < 1e-4
-
-
-@needs_vllm
-def test_a_sync_resets_the_prefix_cache(engine, monkeypatch):
-    policy, llm = engine
-    starter.load_policy_into_vllm_instance(policy, llm)
-    assert worst_gap(policy, sample(llm, LONG_PROMPTS)) < 1e-4
-    randomize(policy.model, 8)
-    with monkeypatch.context() as patch:
-        patch.setattr(llm, "reset_prefix_cache", lambda: True)
-        starter.load_policy_into_vllm_instance(policy, llm)
-    assert worst_gap(policy, sample(llm, LONG_PROMPTS)) > 0.01, "prefixes of the old weights"
-    starter.load_policy_into_vllm_instance(policy, llm)
-    assert worst_gap(policy, sample(llm, LONG_PROMPTS)) < 1e-4
-
-
-def test_without_vllm_torch_samples_and_a_model_that_it_cannot_run_is_one_line(monkeypatch, capsys):
-    def start(error):
-        monkeypatch.setattr(starter, "start_vllm", mock.Mock(side_effect=error))
-        return starter.init_vllm(make_policy(), tokenizer_with(CHAT), settings_of(use_vllm=True))
-
-    assert isinstance(start(ImportError("undefined symbol")), starter.TorchSampler)
-    text = "!!! vLLM cannot be used here, torch samples: undefined symbol\n"
-    assert text in capsys.readouterr().out
+def test_a_model_that_vllm_cannot_run_is_one_line(monkeypatch):
+    monkeypatch.setattr(starter, "start_vllm", mock.Mock(side_effect=ValueError("no kernel")))
     with pytest.raises(UserError, match="vLLM cannot run [^\n]*--use_vllm=False$"):
-        start(ValueError("no kernel for heads of 16"))
+        starter.init_vllm(make_policy(), tokenizer_with(CHAT), settings_of(use_vllm=True))
 
 
-def test_cut_off_responses_earn_0_at_most_and_bad_rewards_show_the_response(monkeypatch):
-    def rewards(reward, reward_truncated):
-        monkeypatch.setattr(starter, "reward_fn", lambda text, problem: reward)
-        responses = [make_response([1], [2], text="hi", finished=x) for x in (True, False)]
-        starter.grade(responses, reward_truncated)
-        return [response.reward for response in responses]
+def test_the_responses_to_a_problem_share_no_state(monkeypatch):
+    """reply() may keep its state in the problem, also in a list of it."""
+    def reply(problem, text):
+        problem["seen"].append(text)
+        return None
 
-    assert rewards(1, False) == [1.0, 0.0] and rewards(1, True) == [1.0, 1.0]
-    assert rewards(-1, False) == [-1.0, -1.0], "among negative rewards 0 would be a refuge"
-    assert rewards(np.float32(0.5), True) == rewards(torch.tensor(0.5), True) == [0.5, 0.5]
+    task = make_task([{"prompt": "?"}])
+    task.reply = reply
+    monkeypatch.setattr(starter, "generate", lambda llm, task, responses: [
+        ([65 + i, 256], [0.0, 0.0]) for i in range(len(responses))])
+    problem = {"prompt_ids": [5], "problem_number": 0, "seen": []}
+    responses = starter.rollout_with_vllm(None, task, [problem], 3, 1)
+    assert [response.problem["seen"] for response in responses] == [["A"], ["B"], ["C"]]
+    assert problem["seen"] == [] and "turns" not in problem
+
+
+def played(said, ids=(65, 66), is_last=False, turn_ends=("B",), **changes):
+    """-> a response after one turn of the model and what reply() says to it"""
+    task = make_task([{"prompt": "?"}], **changes)
+    task.reply = lambda problem, text: said
+    task.turn_ends = turn_ends
+    response = Response({"prompt_ids": [5]})
+    starter.play_turn(response, list(ids), [-1.0] * len(ids), task, is_last)
+    return response
+
+
+@pytest.mark.parametrize("max_tokens, finished, ids", [
+    (6, None, [65, 66, 67, 68]), (5, None, [65, 66, 67, 68]), (4, False, [65, 66]),
+    (3, False, [65, 66])])
+def test_a_reply_that_leaves_no_token_for_the_model_is_cut_off(max_tokens, finished, ids):
+    response = played("CD", max_tokens=max_tokens)
+    assert (response.finished, response.ids) == (finished, ids)
+    assert len(response.problem["turns"]) == (1 if finished is False else 2)
+
+
+def test_a_reply_has_no_loss_and_is_one_of_the_turns():
+    response = played("CD")
+    assert response.mask == [True, True, False, False]
+    assert response.log_probs == [-1.0, -1.0, 0.0, 0.0]
+    assert response.problem["turns"] == [{"role": "assistant", "content": "AB"},
+                                         {"role": "environment", "content": "CD"}]
+    assert response.text() == "AB", "the reward gets what the model wrote"
+
+
+@pytest.mark.parametrize("said, ids, is_last, finished, text", [
+    (None, (65, 66), False, True, "AB"), (None, (65, 256), True, True, "A"),
+    ("CD", (65, 66), True, False, "AB"), ("CD", (65, 256), True, False, "A"),
+    ("CD", (65, 67), False, False, "AC")])
+def test_a_response_has_finished_if_nothing_is_left_to_say(said, ids, is_last, finished, text):
+    """Over at the last turn is over; a turn that is cut off gets no reply."""
+    response = played(said, ids, is_last)
+    assert (response.finished, response.text()) == (finished, text)
+    assert response.ids == list(ids)
+
+
+def test_a_reply_to_a_message_is_the_next_message_of_the_user():
+    for chat_template in (CHAT, CHAT.replace("<|end|>", " <|end|>")):
+        task = make_task([{"prompt": "?"}], chat_template=chat_template, max_tokens=60)
+        task.reply = lambda problem, text: "MODELS_TURN"
+        response = Response({"prompt_ids": [5]})
+        starter.play_turn(response, [65, 256], [0.0, 0.0], task, False)
+        text = task.tokenizer.decode(response.ids)
+        end = "<|end|>" if chat_template == CHAT else " <|end|>"
+        assert text == f"A<|end|><user>MODELS_TURN{end}<assistant>", "its end token is not doubled"
+
+
+def test_no_two_turns_share_a_seed():
+    seeds = set()
+    for name, n_ids in itertools.product(("1/0/0", "1/0/1", "2/0/0", "eval/0/0"), (0, 1, 7)):
+        response = Response({"prompt_ids": [5]}, name)
+        response.ids = [9] * n_ids
+        seeds.add(response.seed())
+    assert len(seeds) == 12 and max(seeds) < 2**63, "vLLM wants 64 bits"
+
+
+def rewards_of(reward, reward_truncated=False):
+    """-> rewards of a response that has finished and of one that is cut off"""
+    task = make_task([{"prompt": "?"}], reward_truncated=reward_truncated)
+    task.reward_fn = lambda text, problem: reward
+    responses = [make_response([1], [2], text="hi", finished=finished) for finished in (True, False)]
+    starter.grade(task, responses)
+    return [response.reward for response in responses]
+
+
+def test_a_response_that_is_cut_off_earns_0_at_most():
+    assert rewards_of(1) == [1.0, 0.0] and rewards_of(1, True) == [1.0, 1.0]
+    assert rewards_of(-1) == [-1.0, -1.0], "among negative rewards 0 would be a refuge"
+
+
+def test_a_reward_is_a_finite_number_of_any_type():
+    assert rewards_of(np.float32(0.5)) == rewards_of(torch.tensor(0.5)) == [0.5, 0.0]
     for bad in (None, "high", math.nan, math.inf, 1e39):
         with pytest.raises((TypeError, ValueError)) as error:
-            rewards(bad, True)
+            rewards_of(bad)
         assert "response 'hi'" in error.value.__notes__[0]
 
 
@@ -1152,16 +1666,233 @@ def test_sampler_and_trainer_must_agree_and_the_kl_begins_at_zero(device, first_
     assert state.first_gap == (gap if step == 1 else first_gap)
 
 
+# ---- 4. Policy: loading, memory, LoRA, sharding, log-probs ---------------------------------------
 
-def test_a_prompt_shared_by_a_group_is_computed_once():
+# One model per mechanism
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+           "num_local_experts": 4}
+WINDOW = {"sliding_window": 5, "num_hidden_layers": 4}
+PACKED = {
+    "llama": {}, "qwen3": {}, "qwen3_moe": EXPERTS,
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5},
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3}}
+PADDED = {
+    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4},
+    "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "gpt_oss": WINDOW | EXPERTS}
+
+
+def laid_out(kind, scale=0.2):
+    """-> a Policy with random weights and the layout that choose_layout() takes"""
+    policy = make_policy(kind, scale=scale, **{**PACKED, **PADDED}[kind])
+    starter.choose_layout(policy, math.inf)
+    policy.logits_per_chunk = 3 * VOCABULARY
+    return policy
+
+
+def stats_row_by_row(model, ref, batch, temperature):
+    """-> log-probs, entropy, reference log-probs, exact KL [B, T] by each model's own .logits"""
+    stats = torch.zeros(4, *batch.labels.shape)
+    for b, length in enumerate(batch.lengths):
+        ids, labels = batch.input_ids[b:b + 1, :length - 1], batch.labels[b, :length - 1, None]
+        policy, reference = (one(ids).logits[0].div(temperature).log_softmax(-1)
+                             for one in (model, ref))
+        row = [policy.gather(1, labels)[:, 0], -(policy.exp() * policy).sum(1),
+               reference.gather(1, labels)[:, 0], (policy.exp() * (policy - reference)).sum(1)]
+        stats[:, b, :length - 1] = torch.stack(row)
+    return torch.where(batch.response_mask, stats, 0)
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+def test_models_have_the_log_probs_of_their_own_head(kind):
+    """And entropy, exact KL, gradients: each row alone, in eager attention"""
+    policy = laid_out(kind)
+    reference = reference_near(policy)
+    assert policy.is_packed == (kind in PACKED)
+    responses = make_group_responses((5, 1, 7, 2), 2)
+    responses[2].mask[2:4] = False, False
+    batch = starter.make_batch(responses)
+    plain = [eager_copy(one) for one in (policy, reference)]
+    got = starter.response_stats(policy, *rows_in(batch), 0.7, reference)
+    wanted = stats_row_by_row(*plain, batch, 0.7)
+    weight = torch.randn(batch.labels.shape, generator=torch.Generator().manual_seed(1))
+    for log_probs, _, _, kl in (got, wanted):
+        (log_probs * weight + kl).sum().backward()
+    for mine, theirs in zip(got, wanted):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=2e-5)
+    assert relative(gradient(policy), gradient(plain[0])) < 3e-5
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+def test_the_layout_does_not_depend_on_the_weights(kind):
+    """With fresh weights a leak between rows is smaller than any fixed tolerance."""
+    assert laid_out(kind, scale=0.02).is_packed == (kind in PACKED)
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_a_rank_without_rows_runs_the_model_too(kind):
+    empty = [tensor[:0] for tensor in rows_in(make_groups())]
+    stats = starter.response_stats(laid_out(kind), *empty)
+    assert [x.shape for x in stats] == [empty[1].shape] * 2
+    stats[0].sum().backward()
+
+
+@pytest.mark.parametrize("length", [39, 61])
+def test_rows_longer_than_a_window_are_padded(save_folder, length):
+    folder = save_folder("mistral", scale=0.2, sliding_window=40)
+    policy, _ = starter.init_policy(str(folder), longest_row=length)
+    assert policy.is_packed == (length < 40)
+    batch = make_rows([length] * 2)
+    with torch.no_grad():
+        wanted = plain_log_probs(eager_copy(policy), batch)
+        assert relative(log_probs_of(policy, batch), wanted) < 1e-5
+
+
+def test_a_loaded_policy_is_float32_in_evaluation_mode(save_folder):
+    policy, tokenizer = starter.init_policy(str(save_folder()))
+    assert not policy.model.training and policy.is_packed and tokenizer.encode("5") == [53]
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+
+
+def test_a_model_that_is_not_supported_or_cannot_be_loaded_is_one_line(save_folder, tmp_path):
+    folder = save_folder()
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "config.json").write_text("{}")
+    scaled = save_folder("hyperclovax", logits_scaling=0.25)  # its logits, in a way of its own
+    for bad, words in ((folder, "cannot load"), (tmp_path, "cannot load"),
+                       ("no/such/model", "cannot load"), (scaled, "is not supported")):
+        with pytest.raises(UserError, match=words) as error:
+            starter.init_policy(str(bad))
+        assert "\n" not in str(error.value)
+
+
+def lora_policy(kind):
+    """-> policy with adapters, its reference, and the model without adapters"""
+    policy = laid_out(kind)
+    base = eager_copy(policy)
+    starter.add_lora(policy, 4, seed=0)
+    reference = copy.deepcopy(policy).eval().requires_grad_(False)
+    starter.compile_and_shard(policy, settings_of(lora_rank=4), "cpu")
+    return policy, reference, base
+
+
+@torch.no_grad()
+def train_adapters(policy):
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.1, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_lora_begins_as_the_model_and_trains_its_adapters_alone(kind):
+    policy, _, base = lora_policy(kind)
+    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert not [name for name in trained if "lm_head" in name]
     batch = make_groups()
-    inputs, predictors, targets = starter.pack(*rows_in(batch), torch.device("cpu"))
-    # Prompts, and responses without their last tokens. A prompt ends before the first token of the
-    # mask, so row 10, whose first token is masked, is not shared and lays its prompt down again.
-    first, second = 7 + (4 + 0 + 8 + 1), 3 + 2 + 0 + 0
-    third, fourth = (11 + 5) + 19 + (11 + 1) + (11 + 7), (11 + 3) + 2 + 1 + 0
-    assert inputs["input_ids"].shape == (1, first + second + third + fourth)
-    assert len(targets) == batch.response_mask.sum() == len(predictors)
+    with torch.no_grad():
+        assert torch.allclose(log_probs_of(policy, batch), plain_log_probs(base, batch), atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_the_reference_has_no_adapters_and_the_sampler_gets_merged_weights(kind):
+    policy, reference, base = lora_policy(kind)
+    train_adapters(policy)
+    batch = make_groups()
+    with torch.no_grad():
+        changed = log_probs_of(policy, batch)
+        assert (changed - plain_log_probs(base, batch)).abs().max() > 0.1
+        stats = starter.response_stats(policy, *rows_in(batch), 1.0, reference)
+        assert torch.equal(stats[0], changed)
+        assert torch.allclose(stats[2], plain_log_probs(base, batch), atol=3e-5)
+        base.load_state_dict(dict(starter.full_weights(policy)))
+        assert torch.allclose(changed, plain_log_probs(base, batch), atol=1e-4)
+
+
+def test_recomputing_activations_changes_no_gradient():
+    policy, batch = make_policy(), make_groups()
+    again = copy.deepcopy(policy)
+    starter.compile_and_shard(again, settings_of(gradient_checkpointing=True), "cpu")
+    for one in (policy, again):
+        log_probs_of(one, batch).sum().backward()
+    assert torch.equal(gradient(policy), gradient(again)) and not again.model.training
+
+
+def test_a_policy_has_the_layers_of_its_longest_list():
+    policy = make_policy("qwen3_moe", **EXPERTS)
+    assert starter.transformer_layers(policy) is policy.model.model.layers
+
+
+def plan(monkeypatch, room, world=1, n_parameters=2**30, other_rank=math.inf, **changes):
+    """-> (settings, largest logits) of a GPU that has `room` GiB beside vLLM's share. A parameter
+    of one byte needs a GiB in all."""
+    policy = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: n_parameters),
+                             logits_per_chunk=2**28)
+    monkeypatch.setattr(torch.cuda, "mem_get_info",
+                        lambda: (int((room + 30) * 2**30), 100 * 2**30))
+    monkeypatch.setattr(starter, "WORLD", world)
+    monkeypatch.setattr(starter, "gather", lambda value: [value, (other_rank + 30) * 2**30])
+    cfg = settings_of(**{"offload": "auto", "vllm_sleep": "auto", "gpu_mem_util": 0.3,
+                         "tokens_per_microbatch": 0} | changes)
+    starter.plan_memory(policy, cfg, "cuda")
+    return cfg, policy.logits_per_chunk
+
+
+@pytest.mark.parametrize("n_bytes, n_offloaded, changes", [
+    (18, 6, {}), (20, 6, {"use_kl_penalty": True}), (4, 2, {"lora_rank": 8}),
+    (6, 2, {"lora_rank": 8, "use_kl_penalty": True})])
+def test_memory_is_planned_by_bytes_per_parameter(monkeypatch, n_bytes, n_offloaded, changes):
+    """A card just below and just above each threshold: what does not fit uses smaller
+    microbatches, then host memory, then the share of vLLM."""
+    def planned(room):
+        cfg, _ = plan(monkeypatch, room, **changes)
+        assert cfg.gradient_checkpointing == cfg.offload
+        return cfg.tokens_per_microbatch, cfg.offload, cfg.vllm_sleep
+
+    assert planned(n_bytes + 8.51) == (20480, False, False)
+    assert planned(n_bytes + 8.49) == planned(n_bytes + 3.51) == (8192, False, False)
+    assert planned(n_bytes + 3.49) == planned(n_offloaded + 3.51) == (8192, True, False)
+    assert planned(n_offloaded + 3.49) == (8192, True, True)
+
+
+def test_memory_is_shared_by_the_ranks_and_the_fullest_gpu_decides(monkeypatch):
+    for room, offload in ((21.51, False), (21.49, True)):
+        assert plan(monkeypatch, room, 2, 2 * 2**30)[0].offload == offload
+        assert plan(monkeypatch, 90, 2, 2 * 2**30, other_rank=room)[0].offload == offload
+
+
+def test_what_was_asked_for_is_not_planned(monkeypatch):
+    for offload, sleep in itertools.product((False, True), (False, True)):
+        asked = {"offload": offload, "vllm_sleep": sleep, "tokens_per_microbatch": 16000}
+        for room in (1, 90):
+            cfg, logits = plan(monkeypatch, room, **asked)
+            assert {name: getattr(cfg, name) for name in asked} == asked
+            assert not cfg.gradient_checkpointing and logits == (2**26 if offload else 2**28)
+    assert plan(monkeypatch, 90, tokens_per_microbatch=8192)[1] == 2**26, "memory is short"
+    assert plan(monkeypatch, 25)[1] == 2**26, "a small microbatch"
+
+
+@pytest.mark.parametrize("gigabytes, lora_rank, tokens, offload, sleep", [
+    (141, 0, 20480, False, False), (80, 0, 20480, False, False), (24, 0, 8192, True, False),
+    (16, 0, 8192, True, True), (24, 32, 8192, False, False)])
+def test_a_model_of_1_5_b_fits_on_known_cards(monkeypatch, capsys, gigabytes, lora_rank, tokens,
+                                              offload, sleep):
+    cfg, _ = plan(monkeypatch, 0.97 * gigabytes - 30, n_parameters=1.54e9, lora_rank=lora_rank,
+                  gpu_mem_util=0.4 * gigabytes / 100)
+    assert cfg.tokens_per_microbatch == tokens
+    assert (cfg.offload, cfg.vllm_sleep) == (offload, sleep)
+    text = capsys.readouterr().out
+    assert ("host memory" in text) == offload and ("vllm_sleep=True" in text) == sleep
+
+
+def test_on_a_cpu_nothing_is_offloaded():
+    cfg = settings_of(offload="auto", vllm_sleep="auto", tokens_per_microbatch=0)
+    starter.plan_memory(make_policy(), cfg, "cpu")
+    assert (cfg.tokens_per_microbatch, cfg.offload, cfg.vllm_sleep) == (20480, False, False)
 
 
 class Largest(TorchDispatchMode):
@@ -1190,155 +1921,114 @@ def test_logits_never_exist_whole(estimator):
     assert not [shape for shape in kept if shape[-1:] == (vocabulary,)], "logits kept for backward"
 
 
-# One model per mechanism
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-           "num_local_experts": 4}
-WINDOW = {"sliding_window": 5, "num_hidden_layers": 4}
-GPT = {"n_head": 4, "n_embd": 32, "n_layer": 2, "attn_pdrop": 0.5, "resid_pdrop": 0.5,
-       "embd_pdrop": 0.5}
-PACKED = {
-    "llama": {}, "qwen3": {}, "qwen3_moe": EXPERTS, "gpt2": GPT,
-    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3}}
-PADDED = {
-    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4},
-    "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-    "gpt_oss": WINDOW | EXPERTS}
+def test_a_banned_token_adds_nothing_to_entropy_and_exact_kl():
+    logits = torch.tensor([[0.5, 1.5, -math.inf]], dtype=torch.float64, requires_grad=True)
+    ref_logits = torch.tensor([[1.0, 1.0, -math.inf]], dtype=torch.float64)
+    log_probs, entropy, ref_log_probs, kl = starter.token_stats(
+        logits, torch.tensor([1]), ref_logits)
+    p = 1 / (1 + math.exp(-1))
+    assert log_probs.item() == pytest.approx(math.log(p))
+    assert ref_log_probs.item() == pytest.approx(math.log(0.5))
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+    assert kl.item() == pytest.approx(math.log(2) - entropy.item())
+    slope, = torch.autograd.grad((kl + log_probs).sum(), logits)
+    assert torch.isfinite(slope).all() and slope[0, 2] == 0
 
 
-def stats_row_by_row(model, ref, batch, temperature):
-    """-> log-probs, entropy, reference log-probs, exact KL [B, T] by each model's own .logits"""
-    stats = torch.zeros(4, *batch.labels.shape)
-    for b, length in enumerate(batch.lengths):
-        ids, labels = batch.input_ids[b:b + 1, :length - 1], batch.labels[b, :length - 1, None]
-        policy, reference = (one(ids).logits[0].div(temperature).log_softmax(-1)
-                             for one in (model, ref))
-        row = [policy.gather(1, labels)[:, 0], -(policy.exp() * policy).sum(1),
-               reference.gather(1, labels)[:, 0], (policy.exp() * (policy - reference)).sum(1)]
-        stats[:, b, :length - 1] = torch.stack(row)
-    return torch.where(batch.response_mask, stats, 0)
+def test_log_probs_of_labels_that_are_not_wanted_are_0():
+    policy, batch = make_policy(), make_groups()
+    labels = torch.where(batch.response_mask, batch.labels, -100)
+    for model in (policy, eager_copy(policy)):
+        got = starter.get_response_log_probs(model, batch.input_ids, labels)
+        assert torch.allclose(got, log_probs_of(policy, batch), atol=1e-4)
+        assert (got[~batch.response_mask] == 0).all()
 
 
-@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
-def test_models_have_the_log_probs_of_their_own_head(save_folder, monkeypatch, kind):
-    """And entropy, exact KL, gradients: each row alone, in eager attention"""
-    changes = {**PACKED, **PADDED}[kind]
-    folders = [save_folder(kind, noise=noise, **changes) for noise in (0.2, 0.196)]
+# ---- 5. Packing (an optimization: skip it on a first reading) ------------------------------------
+
+def test_the_picture_over_pack_is_what_it_does():
+    """P P a b, P P c and Q d: a prompt that neighbours share is laid down once."""
+    p, q, a, b, c, d = 5, 6, 1, 2, 3, 4
+    batch = starter.make_batch([make_response([p, p], [a, b, 9]), make_response([p, p], [c, 9]),
+                                make_response([q], [d, 9])])
+    inputs, predictors, targets = starter.pack(*rows_in(batch), CPU)
+    assert inputs["input_ids"].tolist() == [[p, p, a, b, c, q, d]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1]]
+    assert inputs["key_slots"].tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6]
+    assert inputs["key_starts"].tolist() == [0, 4, 7, 9] and inputs["longest"] == 4
+    assert inputs["query_starts"].tolist() == [0, 4, 5, 7]
+    assert predictors.tolist() == [1, 2, 3, 1, 4, 5, 6]
+    assert targets.tolist() == [a, b, 9, c, 9, d, 9]
+
+
+def test_a_prompt_shared_by_a_group_is_computed_once():
     batch = make_groups()
-    policy, reference = (starter.init_policy(str(folder))[0] for folder in folders)
-    policy.logits_per_chunk = 3 * VOCABULARY
-    assert policy.is_packed == (kind in PACKED) and policy.training
-    plain = [AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-             for folder in folders]
-    got = starter.response_stats(policy, *rows_in(batch), 0.7, reference)
-    wanted = stats_row_by_row(*plain, batch, 0.7)
-    weight = torch.randn(batch.labels.shape, generator=torch.Generator().manual_seed(1))
-    for log_probs, _, _, kl in (got, wanted):
-        (log_probs * weight + kl).sum().backward()
-    for mine, theirs in zip(got, wanted):
-        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert relative(gradient(policy), gradient(plain[0])) < 3e-5
-    empty = [tensor[:0] for tensor in rows_in(batch)]
-    assert starter.response_stats(policy, *empty)[0].shape == (0, batch.labels.shape[1])
-    # With fresh weights a leak between rows is smaller than any fixed tolerance.
-    fresh, _ = starter.init_policy(str(save_folder(kind, noise=0, **changes)))
-    assert fresh.is_packed == policy.is_packed
+    inputs, predictors, targets = starter.pack(*rows_in(batch), CPU)
+    # Prompts, and responses without their last tokens. A prompt ends before the first token of the
+    # mask, so row 10, whose first token is masked, is not shared and lays its prompt down again.
+    first, second = 7 + (4 + 0 + 8 + 1), 3 + 2 + 0 + 0
+    third, fourth = (11 + 5) + 19 + (11 + 1) + (11 + 7), (11 + 3) + 2 + 1 + 0
+    assert inputs["input_ids"].shape == (1, first + second + third + fourth)
+    assert len(targets) == batch.response_mask.sum() == len(predictors)
 
 
-def test_rows_longer_than_a_window_are_padded(save_folder):
-    folder = save_folder("mistral", noise=0.2, sliding_window=40)
-    for length in (39, 61):
-        policy, _ = starter.init_policy(str(folder), longest_row=length)
-        assert policy.is_packed == (length < 40)
-        batch = make_rows([length] * 2)
-        with torch.no_grad():
-            wanted = plain_log_probs(load(folder), batch)
-            assert relative(log_probs_of(policy, batch), wanted) < 1e-5
+def test_packed_rows_do_not_see_each_other():
+    """Any other order of the rows, and each row alone, give the same log-probs."""
+    policy, batch = make_policy(), make_groups()
+    whole = log_probs_of(policy, batch).detach()
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    mixed = starter.response_stats(policy, *(x[order] for x in rows_in(batch)))[0]
+    assert torch.allclose(mixed, whole[order], atol=1e-4)
+    for row in (0, 2, 9, 12):
+        alone = starter.response_stats(policy, *(x[row:row + 1] for x in rows_in(batch)))[0]
+        assert torch.allclose(alone[0], whole[row], atol=1e-4)
 
 
-def test_a_model_that_is_not_supported_or_cannot_be_loaded_is_one_line(save_folder, tmp_path):
-    folder = save_folder()
-    (folder / "model.safetensors").write_bytes(b"x" * 100)
-    (tmp_path / "config.json").write_text("{}")
-    scaled = save_folder("hyperclovax", logits_scaling=0.25)  # its logits, in a way of its own
-    for bad, words in ((folder, "cannot load"), (tmp_path, "cannot load"),
-                       ("no/such/model", "cannot load"), (scaled, "is not supported")):
-        with pytest.raises(UserError, match=words) as error:
-            starter.init_policy(str(bad))
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"s_aux": 1.0}, {"head_mask": 1.0}])
+def test_packed_attention_refuses_what_would_change_the_result(options):
+    x = torch.zeros(1, 2, 3, 4)
+    layout = {"key_slots": torch.arange(3), "query_starts": torch.tensor([0, 3]),
+              "key_starts": torch.tensor([0, 3]), "longest": 3}
+    starter.packed_attention(None, x, x, x, None, **layout, dropout=0.0)
+    with pytest.raises(NotImplementedError):
+        starter.packed_attention(None, x, x, x, None, **layout, **options)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_lora_reference_is_the_model_without_adapters_and_the_sampler_gets_merged_weights(
-        save_folder, kind):
-    batch, cfg = make_groups(), settings_of(lora_rank=4)
-    policy, _ = starter.init_policy(str(save_folder(kind, noise=0.2, **PACKED[kind])))
-    base = copy.deepcopy(policy.model).eval()
-    base.set_attn_implementation("eager")
-    starter.add_lora(policy, 4, seed=0)
-    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
-    assert trained and all("lora_" in name for name in trained)
-    reference = copy.deepcopy(policy).eval()
-    starter.compile_and_shard(policy, cfg, "cpu")
-    with torch.no_grad():
-        assert torch.allclose(log_probs_of(policy, batch), plain_log_probs(base, batch), atol=3e-5)
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-        changed = log_probs_of(policy, batch)
-        assert (changed - plain_log_probs(base, batch)).abs().max() > 0.1
-        stats = starter.response_stats(policy, *rows_in(batch), 1.0, reference)
-        assert torch.equal(stats[0], changed)
-        assert torch.allclose(stats[2], plain_log_probs(base, batch), atol=3e-5)
-        assert torch.equal(log_probs_of(policy, batch), changed), "they are on again"
-        base.load_state_dict(dict(starter.full_weights(policy)))
-        assert torch.allclose(changed, plain_log_probs(base, batch), atol=1e-4)
+# ---- 6. Evaluation, log, checkpoints -------------------------------------------------------------
 
-
-@pytest.mark.parametrize("gigabytes, lora_rank, tokens, offload, sleep", [
-    (141, 0, 20480, False, False), (80, 0, 20480, False, False), (24, 0, 8192, True, False),
-    (16, 0, 8192, True, True), (24, 32, 8192, False, False)])
-def test_what_does_not_fit_is_offloaded_or_sleeps(monkeypatch, capsys, gigabytes, lora_rank,
-                                                  tokens, offload, sleep):
-    """A model of 1.5 B parameters"""
-    policy = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 1.54e9))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0.97 * gigabytes * 2**30,
-                                                             gigabytes * 2**30))
-    cfg = settings_of(offload="auto", vllm_sleep="auto", lora_rank=lora_rank, gpu_mem_util=0.4,
-                      tokens_per_microbatch=0)
-    starter.plan_memory(policy, cfg, "cuda")
-    assert cfg.tokens_per_microbatch == tokens
-    assert (cfg.offload, cfg.vllm_sleep, cfg.gradient_checkpointing) == (offload, sleep, offload)
-    text = capsys.readouterr().out
-    assert ("host memory" in text) == offload and ("vllm_sleep=True" in text) == sleep
-    for offload in (False, True):
-        cfg, policy.logits_per_chunk = settings_of(offload=offload, vllm_sleep=True), 2**28
-        starter.plan_memory(policy, cfg, "cuda")
-        assert (cfg.offload, cfg.vllm_sleep) == (offload, True), "what was asked for"
-        assert policy.logits_per_chunk == (2**26 if offload else 2**28)
-
-
-
-def test_evaluation_counts_what_it_says(monkeypatch):
-    """Scripted rewards of 3 problems x 2 responses; the weights are random."""
+def evaluate(rewards, n=2, **changes):
+    """-> (task, metrics, responses) of 3 held-out problems; the weights are random"""
     task = make_task(question_rows(range(20)), question_rows(range(30, 33)),
-                     stop_ids=range(0, 300, 8))  # some responses end in time
+                     stop_ids=range(0, 300, 8), **changes)  # some responses end in time
     llm = starter.init_vllm(make_policy(), task.tokenizer, settings_of(use_vllm=False))
+    script = iter(rewards)
+    task.reward_fn = lambda text, problem: problem.pop("answer") and next(script)
+    return task, *starter.evaluate_model(llm, task, n)
+
+
+def test_an_evaluation_counts_what_it_says():
     script = [1.0, 0.0, 0.95, 0.1, 0.1, 0.1]
-    rewards = iter(script)
-    monkeypatch.setattr(starter, "reward_fn", lambda text, problem: next(rewards))
-    metrics, responses = starter.evaluate_model(llm, task, 2)
+    task, metrics, responses = evaluate(script)
     assert [response.reward for response in responses] == script
-    assert [response.problem["answer"] for response in responses[::2]] == ["32", "34", "36"]
-    cut_off = [not response.finished for response in responses]
-    assert 0 < sum(cut_off) < 6
+    numbers = [response.problem["problem_number"] for response in responses]
+    assert numbers == [0, 0, 1, 1, 2, 2]
+    assert {response.finished for response in responses} == {True, False}
     assert metrics == pytest.approx({"eval/accuracy": 2 / 6, "eval/mean_reward": 2.25 / 6})
-    monkeypatch.setattr(starter, "reward_fn", lambda text, problem: problem.pop("answer") == 0)
-    task.cfg.temperature = 0.0
-    greedy = starter.evaluate_model(llm, task, 2)[1]
-    assert greedy[0].ids == greedy[1].ids and "answer" in task.held_out[0], "a copy of each row"
+    assert "answer" in task.held_out[0], "a reward gets a copy of the row"
+    again = evaluate(script)[2]
+    assert ids_of(again) == ids_of(responses), "its seeds are the same every time"
+
+
+@pytest.mark.parametrize("correct_reward, accuracy", [
+    (0.9, 3 / 6), (0.95, 2 / 6), (0.1, 5 / 6), (-1.0, 1.0)])
+def test_accuracy_is_the_share_of_rewards_of_at_least_correct_reward(correct_reward, accuracy):
+    _, metrics, _ = evaluate([1.0, 0.0, 0.95, 0.9, 0.1, 0.1], correct_reward=correct_reward)
+    assert metrics["eval/accuracy"] == pytest.approx(accuracy)
+
+
+def test_a_greedy_evaluation_repeats_itself():
+    _, _, responses = evaluate([0.0] * 6, temperature=0.0)
+    assert all(x.ids == y.ids for x, y in zip(responses[::2], responses[1::2]))
 
 
 def test_metrics_of_a_step_are_means_over_tokens_and_rows():
@@ -1357,686 +2047,465 @@ def test_metrics_of_a_step_are_means_over_tokens_and_rows():
     assert "train/entropy" not in starter.step_metrics(responses, [], 2, 0.0)
 
 
-def test_the_old_is_not_removed_before_the_new_is_in_place(tmp_path, monkeypatch):
-    """A kill or a full disk at any moment leaves a whole folder: the old or the new one."""
+def write_folder(folder, text):
+    folder.mkdir()
+    for name in "ab":
+        (folder / name).write_text(text)
+
+
+def whole_folders(parent):
+    """-> {name: text} of the folders that write_folder() has finished"""
+    texts = {x.name: [file.read_text() for file in x.iterdir()] for x in parent.iterdir()}
+    return {name: x[0] for name, x in texts.items() if len(x) == 2 and x[0] == x[1]}
+
+
+def test_at_every_moment_the_old_folder_is_whole_or_the_new_one(tmp_path, monkeypatch):
     path, moments = tmp_path / "best", []
-
-    def write(folder, text):
-        folder.mkdir()
-        for name in "ab":
-            (folder / name).write_text(text)
-
-    def contents():
-        """-> {name: text} of the folders that are whole"""
-        texts = {x.name: [file.read_text() for file in x.iterdir()] for x in tmp_path.iterdir()}
-        return {name: x[0] for name, x in texts.items() if len(x) == 2 and x[0] == x[1]}
 
     def watch(owner, name):
         original = getattr(owner, name)
 
         def watched(*arguments, **options):
-            moments.append(contents())
+            moments.append(whole_folders(tmp_path))
             result = original(*arguments, **options)
-            moments.append(contents())
+            moments.append(whole_folders(tmp_path))
             return result
 
         monkeypatch.setattr(owner, name, watched)
 
-    with starter.written_whole(path) as temporary:
-        write(temporary, "old")
-    with pytest.raises(UserError, match="cannot write .*Is the disk full"):
-        with starter.written_whole(path) as temporary:
-            temporary.mkdir()
-            raise OSError("No space left on device")
-    assert contents() == {"best": "old"}
+    with starter.atomic_write(path) as temporary:
+        write_folder(temporary, "old")
     for owner, name in ((Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
         watch(owner, name)
-    with starter.written_whole(path) as temporary:
-        write(temporary, "new")
+    with starter.atomic_write(path) as temporary:
+        write_folder(temporary, "new")
     monkeypatch.undo()
-    assert contents() == {"best": "new"} and len(moments) >= 4
+    assert whole_folders(tmp_path) == {"best": "new"} and len(moments) >= 4
     assert all("old" in x.values() or x.get("best") == "new" for x in moments), moments
+
+
+def test_a_write_that_fails_leaves_the_old_and_asks_about_the_disk(tmp_path):
+    path = tmp_path / "best"
+    write_folder(path, "old")
+    with pytest.raises(UserError, match="cannot write .*Is the disk full"):
+        with starter.atomic_write(path) as temporary:
+            temporary.mkdir()
+            raise OSError("No space left on device")
+    assert whole_folders(tmp_path) == {"best": "old"}
     path.rename(tmp_path / "best.old")  # killed between two renames
-    with starter.written_whole(path) as temporary:
-        write(temporary, "newer")
+    with starter.atomic_write(path) as temporary:
+        write_folder(temporary, "newer")
     assert (path / "a").read_text() == "newer"
 
 
-def test_a_checkpoint_keeps_numbers_of_ones_own_and_runs_no_code(run_main, tmp_path):
-    def make(seed):
-        policy = make_policy(seed=seed)
-        return policy, torch.optim.AdamW(policy.parameters(), 0.01, fused=True), None
+def make_checkpoint(folder, seed=0, kind="llama", **state):
+    policy = make_policy(kind, seed=seed, **PACKED[kind])
+    optimizer = torch.optim.AdamW(policy.parameters(), 0.01, fused=True)
+    return starter.Checkpoint(folder / "checkpoint.pt", policy, optimizer, None,
+                              make_state(**state))
 
-    def step(policy, optimizer, reference):
-        log_probs_of(policy, make_groups()).mean().backward()
-        optimizer.step()
-        return [parameter.detach().clone() for parameter in policy.parameters()]
 
-    # Saved before any update, AdamW must not count a step.
-    fresh, restored, resumed = make(0), make(5), make_state()
-    state = make_state(step=3, kl_smooth=np.float64(0.125), mine=np.mean([6, 8]))
-    starter.save_checkpoint(tmp_path, *fresh, state)
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    starter.restore(saved, *restored, resumed)
-    assert vars(resumed) == vars(state) and resumed.mine == 7
-    for parts in (fresh, restored):
-        assert all(map(torch.equal, step(*parts), step(*make(0))))
+def update_once(checkpoint):
+    """-> the weights after one step"""
+    checkpoint.optimizer.zero_grad()
+    log_probs_of(checkpoint.policy, make_groups()).mean().backward()
+    checkpoint.optimizer.step()
+    return [parameter.detach().clone() for parameter in checkpoint.policy.parameters()]
 
+
+@pytest.mark.parametrize("n_updates", [0, 2])
+def test_a_restored_run_goes_on_to_the_bit(tmp_path, n_updates):
+    """Saved before any update, AdamW must not count a step."""
+    saved = make_checkpoint(tmp_path)
+    for _ in range(n_updates):
+        update_once(saved)
+    saved.save()
+    restored = make_checkpoint(tmp_path, seed=5)
+    restored.restore(torch.load(saved.path, weights_only=True))
+    assert all(map(torch.equal, update_once(restored), update_once(saved)))
+    assert all(map(torch.equal, update_once(restored), update_once(saved)))
+
+
+def test_a_checkpoint_keeps_plain_numbers_of_ones_own(tmp_path):
+    saved = make_checkpoint(tmp_path, step=3, kl_smooth=np.float64(0.125), mine=np.mean([6, 8]))
+    saved.save()
+    restored = make_checkpoint(tmp_path)
+    restored.restore(torch.load(saved.path, weights_only=True))
+    assert vars(restored.state) == vars(saved.state) and restored.state.mine == 7
+    saved.state.mine = torch.ones(1)
+    with pytest.raises(TypeError):  # when it is saved, not when it is loaded
+        saved.save()
+
+
+def test_a_checkpoint_has_the_reference_once_it_was_refreshed(tmp_path):
+    saved, restored = make_checkpoint(tmp_path), make_checkpoint(tmp_path)
+    saved.ref_model, restored.ref_model = make_policy(seed=2), make_policy(seed=3)
+    saved.save()
+    assert "ref" not in torch.load(saved.path, weights_only=True), "it is the starting model"
+    saved.state.ref_step = 4
+    saved.save()
+    restored.restore(torch.load(saved.path, weights_only=True))
+    for mine, theirs in zip(restored.ref_model.parameters(), saved.ref_model.parameters()):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_checkpoint_of_another_model_is_not_taken(tmp_path):
+    """Weights that are missing in it would silently stay those of the start."""
+    saved = make_checkpoint(tmp_path)
+    saved.save()
+    other = make_checkpoint(tmp_path)
+    starter.add_lora(other.policy, 2, seed=0)
+    with pytest.raises(UserError, match="lacks weights"):
+        other.restore(torch.load(saved.path, weights_only=True))
+
+
+@pytest.mark.parametrize("world, is_saved", [(1, True), (2, False)])
+def test_an_error_of_the_reward_saves_the_steps_before_it(tmp_path, monkeypatch, world, is_saved):
+    """With several ranks the others would wait for this one."""
+    checkpoint = make_checkpoint(tmp_path)
+    monkeypatch.setattr(starter, "WORLD", world)
+    with pytest.raises(KeyError):
+        with checkpoint.saved_on_error():
+            raise KeyError("answer")
+    assert checkpoint.path.exists() == is_saved
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
     class Bomb:
         def __reduce__(self):
             return Path.touch, (tmp_path / "exploded",)
 
-    folder = run_main()
-    torch.save({"state": Bomb()}, folder / "checkpoint.pt")
+    torch.save({"state": Bomb()}, tmp_path / "checkpoint.pt")
     with pytest.raises(Exception, match="[Ww]eights.only"):
-        starter.main([f"--resume={folder}", "--n_grpo_steps=4"])
+        starter.read_checkpoint(settings_of(resume=str(tmp_path)))
     assert not (tmp_path / "exploded").exists()
-    with pytest.raises(TypeError):  # when it is saved, not when it is loaded
-        starter.save_checkpoint(tmp_path, *fresh, make_state(mine=torch.ones(1)))
 
 
-def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(capsys):
+def test_a_run_without_a_checkpoint_begins_anew_unless_it_has_a_model(tmp_path):
+    assert starter.read_checkpoint(settings_of()) is None
+    cfg = settings_of(resume=str(tmp_path))
+    assert starter.read_checkpoint(cfg) is None, "killed before its first checkpoint"
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match="no checkpoint"):
+        starter.read_checkpoint(cfg)
+
+
+def test_a_finished_run_says_so(tmp_path):
+    make_checkpoint(tmp_path, step=5).save()
+    cfg = settings_of(resume=str(tmp_path), n_grpo_steps=6)
+    assert starter.read_checkpoint(cfg)["state"]["step"] == 5
+    cfg.n_grpo_steps = 5
+    with pytest.raises(UserError, match="it has finished: raise --n_grpo_steps"):
+        starter.read_checkpoint(cfg)
+
+
+def test_a_saved_model_ends_and_samples_as_it_was_trained(save_folder, tmp_path):
+    folder = save_folder()
+    (folder / "generation_config.json").write_text(json.dumps(
+        {"eos_token_id": 256, "do_sample": True, "top_p": 0.8, "repetition_penalty": 1.1}))
+    policy, tokenizer = starter.init_policy(str(folder))
+    policy.stop_ids = [256, 260]
+    starter.save_model(policy, tokenizer, tmp_path / "model")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    config = saved.generation_config
+    assert config.do_sample and config.eos_token_id == [256, 260] and config.top_k == 0
+    assert not config.top_p and not config.repetition_penalty
+    saved.generate(torch.tensor([[65, 66]]), max_new_tokens=2)
+    for mine, theirs in zip(policy.model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.fixture
+def kept_signals():
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGINT, handlers[0])
+    signal.signal(signal.SIGTERM, handlers[1])
+
+
+def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(kept_signals, capsys):
     received = starter.catch_signals()
     for _ in range(2):  # under torchrun a signal to all processes arrives twice
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-    assert set(received) == {signal.SIGTERM} and "stopping after" in capsys.readouterr().out
+        signal.raise_signal(signal.SIGTERM)
+    assert received == [signal.SIGTERM] * 2 and "stopping after" in capsys.readouterr().out
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
+        signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("visible, expected", [("", "9"), ("2,3,5,7", "3"), ("4", "4")])
-def test_each_rank_sees_a_gpu_of_its_own(visible, expected, monkeypatch):
-    for name, value in {"LOCAL_RANK": "9", "RANK": "9", "WORLD_SIZE": "16"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if not visible:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    head, _ = (HERE / "starter.py").read_text().split("\nimport contextlib")
-    exec(head, {"__file__": starter.__file__})
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+# ---- 7. Settings, task files, run folder ---------------------------------------------------------
+
+settings = functools.partial(starter.main, only_settings=True)
 
 
-# ---- 6. Settings -----------------------------------------------------------------------------
+@pytest.mark.parametrize("words, wanted", [
+    ("", {}), ("--n_grpo_steps=3", {"n_grpo_steps": "3"}),
+    ("--n-grpo-steps=3", {"n_grpo_steps": "3"}), ("--n_grpo_steps 3", {"n_grpo_steps": "3"}),
+    ("--n-grpo-steps 3 --lr 1e-4", {"n_grpo_steps": "3", "lr": "1e-4"}),
+    ("--compile", {"compile": "True"}), ("--compile --lr=1", {"compile": "True", "lr": "1"}),
+    ("--lr -1", {"lr": "-1"}), ("--prompt=a=b--c", {"prompt": "a=b--c"}),
+    ("--eval_task= --lr=1", {"eval_task": "", "lr": "1"}), ("--lr=1 --lr=2", {"lr": "2"})])
+def test_arguments_have_their_usual_forms(words, wanted):
+    assert starter.read_arguments(words.split()) == wanted
 
-def test_every_hyperparameter_is_set_by_some_test():
-    text = Path(__file__).read_text()
-    assert [name for name in hyperparameters() if f"--{name}=" not in text] == []
+
+def test_an_argument_may_have_spaces_and_lines():
+    argv = ["--prompt={question}\nThink, then --answer.", "--task", "my file.jsonl"]
+    assert starter.read_arguments(argv) == {"prompt": "{question}\nThink, then --answer.",
+                                            "task": "my file.jsonl"}
 
 
+@pytest.mark.parametrize("words", ["lr=1e-5", "-lr=1", "--", "--=3", "5", "--lr=1 2", "--lr 1 2"])
+def test_what_is_not_an_argument_is_an_error(words):
+    with pytest.raises(UserError, match="--name=value"):
+        starter.read_arguments(words.split())
+
+
+@pytest.mark.parametrize("name, right", [
+    ("learning_rate", "lr"), ("beta", "kl_coef"), ("num_generations", "group_size"),
+    ("max_completion_length", "max_tokens"), ("num_iterations", "inner_epochs"),
+    ("epsilon", "clip_range"), ("max_steps", "n_grpo_steps"), ("model_name_or_path", "model_id"),
+    ("kl_coeff", "kl_coef"), ("Temperature", "temperature"), ("group-sise", "group_size")])
+def test_a_name_of_other_trainers_or_a_misspelled_one_gets_the_right_one(name, right):
+    with pytest.raises(UserError, match=rf"did you mean {right}\?"):
+        settings([f"--{name}=1"])
+
+
+KL = "--use_kl_penalty=True"
 BAD_SETTINGS = [
-    (["--kl_coeff=0.1"], "did you mean kl_coef?"), (["--xyzzy=1"], "--help"),
-    (["lr=1e-5"], "--name=value"), (["--lr"], "--lr=True: expected"),
-    (["--seed=1.5"], "--seed=1.5: expected"), (["--use_kl_penalty=yes"], "=yes: expected"),
-    (["--use_kl_penalty=auto"], "=auto: expected"), (["--offload=maybe"], "=maybe: expected"),
-    (["--temperature=0"], "above 0"), (["--lr=-1"], "--lr=-1.0: expected"), (["--seed=-1"], "--seed=-1: expected"),
-    (["--group_size=1"], "at least 2"), (["--rollout_batch_size=9"], "divide rollout_batch_size"),
-    (["--loss_type=ppo"], "grpo, dr_grpo or dapo"),
-    (["--kl_estimator=k4", KL], "k3"), (["--kl_in=reward", KL], "kl_estimator=k1"),
-    (["--kl_coef=0.5"], "set use_kl_penalty"), (["--target_kl=0.1"], "set use_kl_penalty"),
-    (["--task=no/such.jsonl"], "no/such.jsonl"), (["--max_prompt_tokens=1"], "too long"),
-    (["--model_id=./no/model"], "./no/model"), (["--resume=no/such/run"], "no run to resume"),
-    (["--resume=latest", "--out_dir=x"], "no run to resume in x/latest")]
+    ("--xyzzy=1", "--help"), ("--lr", "--lr=True: expected something like"),
+    ("--seed=1.5", "--seed=1.5: expected something like 42"), ("--lr=high", "--lr=high: expected"),
+    (f"{KL[:-4]}yes", "=yes: expected"), (f"{KL[:-4]}auto", "=auto: expected"),
+    ("--offload=maybe", "=maybe: expected something like auto"),
+    ("--lr=-1", "--lr=-1.0: expected"), ("--seed=-1", "--seed=-1: expected"),
+    *[(f"--{name}={value}", f"--{name}={value}: expected") for value in ("nan", "inf", "-inf")
+      for name in ("lr", "kl_coef", "max_grad_norm", "target_kl")],
+    *[(f"--{name}=0", f"{name} must be at least 1") for name in (
+        "max_tokens", "n_minibatches", "inner_epochs", "n_grpo_steps", "n_eval", "max_turns")],
+    ("--temperature=0", "temperature must be above 0"), ("--group_size=1", "at least 2"),
+    ("--group_size=0", "at least 2"), ("--rollout_batch_size=9", "divide rollout_batch_size"),
+    ("--rollout_batch_size=0", "rollout_batch_size"), ("--loss_type=ppo", "grpo, dr_grpo or dapo"),
+    (f"--kl_estimator=k4 {KL}", "k3"), (f"--kl_in=reward {KL}", "kl_estimator=k1"),
+    (f"--kl_in=both {KL}", "kl_in must be"),
+    *[(f"--{name}=1", f"{name}: set use_kl_penalty") for name in (
+        "kl_coef", "target_kl", "ref_update_every", "kl_warmup_steps")],
+    ("--resume=no/such/run", "no run to resume in no/such/run"),
+    ("--resume=latest --out_dir=x", "no run to resume in x/latest")]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may offload and sleep")
-@pytest.mark.parametrize("arguments, words", BAD_SETTINGS, ids=lambda x: "".join(x)[:40])
-def test_bad_settings_are_one_line(run_main, tmp_path, arguments, words):
+@pytest.mark.parametrize("words, message", BAD_SETTINGS, ids=[words for words, _ in BAD_SETTINGS])
+def test_a_bad_setting_is_one_line(words, message, tmp_path, monkeypatch):
     """And nothing is written."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
-        run_main(*arguments)
-    assert words in str(error.value) and "\n" not in str(error.value)
-    assert list(tmp_path.iterdir()) == []
+        settings(words.split())
+    assert message.replace("-1.0", "-1") in str(error.value).replace("-1.0", "-1")
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
 
 
-def test_settings_come_from_main_tiny_the_script_and_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    settings = functools.partial(starter.main, only_settings=True)
-    cfg = settings([])
-    assert cfg.model_id == "tiny" and not cfg.compile and cfg.temperature == 1.0
-    assert {name: getattr(cfg, name) for name in tiny.SETTINGS} == tiny.SETTINGS
-    cfg = settings(["--model_id=mine"])
-    assert (cfg.lr, cfg.task, cfg.group_size) == (1.5e-6, "countdown", 16)
-    cfg = settings(["--lr=1e-5", KL, "--prompt=a=b"], model_id="mine", lr=1.0, seed=7)
-    assert (cfg.lr, cfg.seed, cfg.use_kl_penalty, cfg.prompt) == (1e-5, 7, True, "a=b")
-    cfg = settings(["--task=mine.jsonl"])
-    assert (cfg.task, cfg.eval_task) == ("mine.jsonl", ""), "tiny's test problems are not of it"
-    with pytest.raises(UserError, match="learning_rate"):
-        settings([], learning_rate=1.0)  # of a script that imports starter
+def test_every_value_gets_the_type_of_its_default():
+    cfg = settings(["--lr=1e-5", KL, "--prompt=a=b", "--seed=7", "--compile", "--offload=False",
+                    "--vllm_sleep=auto", "--use_vllm=false", "--max_minutes=3"])
+    got = (cfg.lr, cfg.use_kl_penalty, cfg.prompt, cfg.seed, cfg.compile, cfg.offload,
+           cfg.vllm_sleep, cfg.use_vllm, cfg.max_minutes)
+    assert got == (1e-5, True, "a=b", 7, True, False, "auto", False, 3.0)
+    assert type(cfg.max_minutes) is float and type(cfg.seed) is int
+
+
+@pytest.mark.parametrize("path", ["file", "file/out", "file/a/b"])
+def test_an_out_dir_that_cannot_be_written_is_found_at_once(tmp_path, path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"out_dir.*/file"):
+        settings([f"--out_dir={tmp_path / path}"])
+    settings([f"--out_dir={tmp_path}/new/folder"])
+    assert [x.name for x in tmp_path.iterdir()] == ["file"], "only looked at"
+
+
+def test_plain_k1_in_the_loss_is_warned_about(capsys):
     for flag, is_warned in (("--kl_importance_weight=False", True), ("--kl_in=reward", False)):
         settings([KL, "--kl_estimator=k1", flag])
         assert ("plain k1" in capsys.readouterr().out) == is_warned
 
 
+def test_without_a_gpu_the_defaults_suit_the_tiny_model(monkeypatch):
+    for has_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+        cfg = settings([])
+        assert (cfg.task, cfg.model_id == "tiny") == (("countdown", False) if has_gpu else
+                                                      ("tiny", True))
+        assert cfg.compile == cfg.gradient_checkpointing == has_gpu
+        assert cfg.lr == (1.5e-6 if has_gpu else 2e-4)
+        assert cfg.temperature == 1.0 and cfg.kl_importance_weight and not cfg.use_kl_penalty
+
+
+def test_what_is_typed_wins_over_the_run_over_the_task_file_over_the_block(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("SETTINGS = {'lr': 1.0, 'seed': 1, 'max_turns': 1, 'n_eval': 5}\n")
+    fresh = settings([f"--task={file}", "--lr=3.0"])
+    assert (fresh.lr, fresh.seed, fresh.max_turns, fresh.group_size) == (
+        3.0, 1, 1, settings([]).group_size)
+    assert f"{file} sets seed=1\n" in capsys.readouterr().out, "what is replaced is said"
+    saved = vars(fresh) | {"lr": 2.0, "seed": 2, "model_id": "of the run"}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    resumed = settings([f"--resume={tmp_path}", "--lr=4.0"])
+    assert (resumed.lr, resumed.seed, resumed.max_turns) == (4.0, 2, 1)
+    assert (resumed.model_id, resumed.task) == ("of the run", str(file))
+    assert resumed.resume == str(tmp_path) and "sets" not in capsys.readouterr().out
+
+
+def test_a_bad_value_in_settings_of_a_task_file_is_one_line(tmp_path):
+    file = tmp_path / "mine.py"
+    for number, (text, words) in enumerate((("{'learning_rate': 1}", "did you mean lr"),
+                                            ("{'lr': 'high'}", "--lr=high"))):
+        file = tmp_path / f"mine{number}.py"
+        file.write_text(f"SETTINGS = {text}\n")
+        with pytest.raises(UserError, match=words):
+            settings([f"--task={file}"])
+
+
+@pytest.mark.parametrize("flag, words", [
+    ("--model_id=other", "keeps its model_id"), ("--lora_rank=4", "keeps its lora_rank"),
+    ("--model_id=tiny", None), ("--lora_rank=0", None)])
+def test_a_resumed_run_keeps_its_model(tmp_path, flag, words):
+    saved = vars(settings_of(model_id="tiny", task="none"))
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
+        settings([f"--resume={tmp_path}", flag])
+
+
+def test_a_resumed_run_decides_anew_what_is_auto(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(vars(settings_of(offload="auto"))))
+    assert settings([f"--resume={tmp_path}"]).offload == "auto"
+
+
+def test_a_name_is_a_task_file_beside_starter():
+    assert starter.load_task_file("tiny") is tiny and starter.load_task_file("none") is None
+    assert starter.load_task_file("data.jsonl") is None
+    assert starter.load_task_file(f"{HERE}/tasks/tiny.py") is tiny, "imported once"
+
+
+def test_prepare_runs_for_the_model_and_the_task_on_the_first_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "TASKS", tmp_path)
+    calls = []
+    monkeypatch.setattr(sys.modules["builtins"], "note", calls.append, raising=False)
+    for name in ("model", "task"):
+        (tmp_path / f"{name}.py").write_text(f"def prepare():\n    note('{name}')\n")
+    cfg = settings_of(model_id="model", task="task")
+    starter.prepare(cfg)
+    assert sorted(calls) == ["model", "task"]
+    monkeypatch.setattr(starter, "LOCAL_RANK", 1)
+    starter.prepare(cfg)
+    starter.prepare(settings_of(model_id="no/model", task="none"))
+    assert len(calls) == 2
+
+
 def test_run_folders_are_numbered_and_named_after_what_was_typed(tmp_path):
-    cfg = settings_of(out_dir=str(tmp_path / "out"))
+    cfg = settings_of(out_dir=str(tmp_path / "out"), task="tiny")
     found = []
     for typed in ({}, {"lr": "1e-4"}, {"task": "/data/my file.jsonl"}, {"prompt": "ü " * 200}):
         folder = starter.make_run_folder(cfg, typed)
         assert (tmp_path / "out" / "latest").resolve() == folder.resolve()
         assert (folder / "starter.py").read_bytes() == (HERE / "starter.py").read_bytes()
+        assert (folder / "tiny.py").exists(), "and its task file"
         found.append(folder.name)
     assert found[:3] == ["0001", "0002_lr=1e-4", "0003_task=my-file.jsonl"]
     assert found[3].startswith("0004_prompt=----") and len(found[3].encode()) < 250
 
 
-def test_help_is_immediate_and_lists_every_hyperparameter(tmp_path):
-    """Neither torch nor anything else that is slow to import is imported."""
-    for name in ("torch", "transformers", "numpy"):
+def run_before_imports(tmp_path, *flags, **environment):
+    """Run starter.py where importing numpy prints its GPU and ends the program."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, sys\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'))\nsys.exit(3)")
+    for name in ("torch", "transformers"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
-    for flag in ("--help", "-h"):
-        run = subprocess.run([sys.executable, HERE / "starter.py", flag], capture_output=True,
-                             text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120)
-        assert run.returncode == 0 and run.stderr == ""
-        assert "python starter.py --resume=latest" in run.stdout
-        for name in hyperparameters():
-            assert re.search(rf"^ +{name}=.*$", run.stdout, re.MULTILINE), name
+    kept = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")}
+    return subprocess.run([sys.executable, HERE / "starter.py", *flags], capture_output=True,
+                          text=True, env=kept | {"PYTHONPATH": str(tmp_path)} | environment)
 
 
-def test_what_a_shell_sees(script, tmp_path):
-    """Exit codes; one line for a person to act on, a traceback for the rest; rank 0 prints."""
-    assert script.run(tmp_path, "--lerning_rate=1") == 2
-    assert re.fullmatch("error: there is no hyperparameter lerning_rate.*\n", script.text())
-    assert list(tmp_path.iterdir()) == []
-    change = "def main(**options):\n    {}\nstarter.main = main"
-    for line, code, words in (
-            ("raise starter.UserError('do this')", 2, "error: do this\n"),
-            ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
-            ("print('trained')", 0, "trained\n")):
-        assert script.run(tmp_path, before=change.format(line)) == code
-        assert script.text().endswith(words) and ("Traceback" in script.text()) == (code == 1)
-    other_rank = "starter.RANK = 1\n" + change.format("print('trained')")
-    assert script.run(tmp_path, before=other_rank) == 0 and script.text() == ""
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_immediate_and_lists_every_hyperparameter(tmp_path, flag):
+    """Neither torch nor anything else that is slow to import is imported."""
+    run = run_before_imports(tmp_path, flag)
+    assert run.returncode == 0 and run.stderr == ""
+    assert "python starter.py --resume=latest" in run.stdout
+    for name in vars(settings([])):
+        assert re.search(rf"^ +{name}=.*$", run.stdout, re.MULTILINE), name
 
 
-def edited(tmp_path, pattern, text):
-    """-> starter.py with another hyperparameter in main()"""
-    source, n = re.subn(pattern, text, (HERE / "starter.py").read_text(), count=1)
-    assert n == 1
-    (tmp_path / "edited.py").write_text(source)
-    spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("visible, expected", [(None, "9"), ("2,3,5,7", "3"), ("4", "4")])
+def test_each_rank_sees_a_gpu_of_its_own(visible, expected, tmp_path):
+    environment = {"LOCAL_RANK": "9", "RANK": "9", "WORLD_SIZE": "16"}
+    if visible:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    assert run_before_imports(tmp_path, **environment).stdout == f"{expected}\n"
+    alone = run_before_imports(tmp_path, **{"CUDA_VISIBLE_DEVICES": visible or "0,1"})
+    assert alone.stdout == f"{visible or '0,1'}\n", "without torchrun nothing is changed"
 
 
-def test_main_may_be_edited_and_tiny_says_what_it_sets(tmp_path, warm_folder, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(warm_folder, tmp_path / "tiny")
-    module = edited(tmp_path, " lr=1.5e-6,", " lr=5e-3, mine=-0.5, bonus=0.0,")
-    monkeypatch.setattr(module, "SCRIPT", module.__file__)
-    arguments = ["--model_id=tiny", *SMALL, "--bonus=2", "--n_grpo_steps=1"]
-    arguments.remove("--lr=1e-3")
-    module.main(arguments, out_dir="mine")
-    (line,) = re.findall("^tiny.py sets .*$", capsys.readouterr().out, re.MULTILINE)
-    assert f"'lr': {tiny.SETTINGS['lr']}" in line and "'task': 'tiny'" in line
-    folder = tmp_path / "mine" / "latest"
-    assert rows_of(folder)[1]["train/lr"] == pytest.approx(tiny.SETTINGS["lr"] / 2)
-    assert (folder / "edited.py").read_text() == (tmp_path / "edited.py").read_text()
-    assert folder.resolve().name.startswith("0001_model_id=tiny_") and "lr=" not in folder.name
-    for typed, changed in ((["--resume=latest"], {}), ([], {"resume": "latest"})):
-        cfg = module.main([*typed, "--mine=3"], True, out_dir="mine", **changed)
-        assert (cfg.mine, cfg.bonus) == (3, 2) and "!!!" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="no hyperparameter mine"):
-        starter.main([f"--resume={folder}"], only_settings=True)
-    assert "!!! edited.py started this run" in capsys.readouterr().out
-    assert module.main(["--model_id=mine"], only_settings=True).lr == 5e-3
+# ---- 8. Quick tests ------------------------------------------------------------------------------
+
+def without_last_token(mask, loss_type, max_tokens):
+    return starter_functions["loss_divisor"](mask, loss_type, max_tokens + 1)
 
 
-# ---- 7. Quick tests --------------------------------------------------------------------------
-
-@pytest.mark.parametrize("right, wrong", [
-    ("-torch.minimum(plain, clipped)", "-torch.maximum(plain, clipped)"),
-    ("1 + (clip_range_high or clip_range)", "1 + clip_range"),
-    ("loss + kl_coef * penalty", "loss + kl_coef**2 * penalty"),
-    ("log_pi - upcast(ref_log_probs)", "upcast(ref_log_probs) - log_pi"),
-    ("penalty.flip(1).cumsum(1).flip(1)", "penalty.cumsum(1)"),
-    ("l + 1 if is_weighted", "l if is_weighted"),
-    ("mask.sum(-1, keepdim=True).clamp(min=1)", "mask.shape[1]"),
-    ("n_rows * max_tokens", "n_rows"),
-    ("loss = loss * sampler_weight", "pass")])
-def test_quick_tests_notice_mutations(right, wrong, capsys):
-    source = (HERE / "starter.py").read_text()
-    assert source.count(right) == 1
-    for text, is_right in ((source, True), (source.replace(right, wrong), False)):
-        names = {"__name__": "mutant", "__file__": str(HERE / "starter.py")}
-        exec(compile(text, "mutant", "exec"), names)
-        with contextlib.nullcontext() if is_right else pytest.raises(AssertionError):
-            names["test_functions"]()
-    assert capsys.readouterr().out.count("=== All Tests Passed! ===") == 1
+def reversed_kl(log_pi, log_ref, *rest):
+    return starter_functions["compute_kl_divergence"](2 * log_pi.detach() - log_pi, log_ref, *rest)
 
 
-# ---- 8. End to end ---------------------------------------------------------------------------
-
-ALWAYS = {f"train/{name}" for name in (
-    "reward_mean loss grad_norm lr kl_penalty kl_coef clip_fraction approx_kl entropy "
-    "avg_output_tokens truncated_frac frac_groups_zero_std skipped_steps").split()} | {
-    "rollout/logp_gap_mean", "time/rollout", "time/train", "time/sync", "time/step",
-    "time/minutes"}
-EVALUATION = {"eval/accuracy", "eval/mean_reward"}
-WITH_KL = {f"kl/{name}" for name in ("mean", "max", "min")}
-LAST_LINES = (r"\nStep 3 \| Held-out accuracy, sampled: .*% \(at step 0: .*%\).*\n(.*\n)*  try it    "
-              r"python sample.py --model_id=.*/model'\n  curves    tensorboard --logdir .*/out/tb'\n")
+def unweighted_kl(log_pi, log_ref, estimator="k1", rho=None):
+    return starter_functions["compute_kl_divergence"](log_pi, log_ref, estimator)
 
 
-def check_run(folder, n_steps=3):
-    """What every finished run must have"""
-    rows = rows_of(folder)
-    assert [row["step"] for row in rows] == list(range(n_steps + 1))
-    assert EVALUATION <= set(rows[0]) and EVALUATION <= set(rows[-1])
-    for row in rows[1:]:
-        assert all(math.isfinite(value) for value in row.values())
-        assert row["train/skipped_steps"] == 0
-        if row["train/frac_groups_zero_std"] < 1:  # otherwise there was nothing to compute
-            assert ALWAYS <= set(row) and row["rollout/logp_gap_mean"] < 1e-4
-    settings = json.loads((folder / "config.json").read_text())
-    before, after = load(settings["model_id"]).state_dict(), weights_of(folder)
-    assert before.keys() == after.keys() and not are_equal(before, after)
-    return rows
+def loss_with(**changes):
+    def compute_loss(*arguments, **options):
+        return starter_functions["compute_loss"](*arguments, **options | changes)
+    return compute_loss
 
 
-def test_a_run_with_kl_writes_all_its_records(run_main, warm_folder, tmp_path, capsys):
-    folder = run_main(KL, "--lr=3e-3", "--inner_epochs=2", "--kl_warmup_steps=4", "--kl_coef=0.2")
-    rows = check_run(folder)
-    assert all(WITH_KL <= set(row) for row in rows[1:])
-    assert rows[1]["kl/min"] == pytest.approx(0, abs=1e-6)
-    assert rows[3]["kl/mean"] > rows[1]["kl/mean"] > 0
-    assert [row["train/kl_coef"] for row in rows[1:]] == pytest.approx([0.05, 0.1, 0.15])
-    assert [("eval/accuracy" in row) for row in rows] == [True, False, True, True]
+def loss_of_negative_advantages(advantages, *rest, **options):
+    return starter_functions["compute_loss"](-advantages, *rest, **options)
+
+
+def stats_without_temperature(model, ids, labels, mask, temperature=1.0, ref_model=None):
+    return starter_functions["response_stats"](model, ids, labels, mask, 1.0, ref_model)
+
+
+starter_functions = dict(vars(starter))
+MUTATIONS = {
+    "the cap of pi/old": ("WEIGHT_CAP", 1.0), "the cap of old/sampler": ("MISMATCH_CAP", 100.0),
+    "the limit of log-ratios": ("LIMIT", 0.5), "the divisor": ("loss_divisor", without_last_token),
+    "the sign of the KL's slope": ("compute_kl_divergence", reversed_kl),
+    "the weight of the KL": ("compute_kl_divergence", unweighted_kl),
+    "the sign of the advantages": ("compute_loss", loss_of_negative_advantages),
+    "the upper clip": ("compute_loss", loss_with(clip_range_high=0.2)),
+    "the weight of the sampler": ("compute_loss", loss_with(rollout_log_probs=None)),
+    "where the KL is": ("compute_loss", loss_with(kl_in="loss")),
+    "the mask": ("compute_loss", loss_with(response_mask=None)),
+    "the temperature": ("response_stats", stats_without_temperature)}
+
+
+def test_the_published_numbers_are_those_of_starter(capsys):
+    assert starter.test_functions() is True
+    assert capsys.readouterr().out == "=== All Tests Passed! ===\n"
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_quick_tests_notice_a_changed_loss_and_print_the_numbers_to_paste(name, monkeypatch, capsys):
+    monkeypatch.setattr(starter, *MUTATIONS[name])
+    assert starter.test_functions() is False, "it goes on"
     text = capsys.readouterr().out
-    assert re.search(r"\nStep 3 \| Loss: .* \| Grad norm: .* \| Cut off: .*KL penalty", text)
-    assert re.search(LAST_LINES, text)
-    # TensorBoard: scalars of every step, samples, hyperparameters
-    events = EventAccumulator(str(tmp_path / "out" / "tb" / folder.name)).Reload()
-    tags = events.Tags()
-    assert ALWAYS | EVALUATION | WITH_KL <= set(tags["scalars"])
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
-    assert events.Scalars("kl/mean")[2].value == pytest.approx(rows[3]["kl/mean"])
-    texts = str([events.Tensors(tag)[0].tensor_proto for tag in tags["tensors"] if "sample" in tag])
-    assert "&lt;answer&gt;" in texts and "<answer>" not in texts, "text of a model is escaped"
-    # Samples, of training too
-    samples = rows_of(folder, "samples.jsonl")
-    training, held_out = ({row["prompt"] for row in rows_of(warm_folder, f"{name}.jsonl")}
-                          for name in ("train", "test"))
-    assert {sample["step"] for sample in samples} == {0, 2, 3}
-    for sample in samples:
-        assert {"prompt", "turns", "reward"} <= set(sample)
-        assert sample["prompt"] in (training | held_out if sample["step"] else held_out)
-    assert any(sample["prompt"] in training for sample in samples)
-    # The model loads anywhere, with the weights of the checkpoint.
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    policy, tokenizer = starter.init_policy(str(folder / "model"))
-    assert are_equal({name: policy.state_dict()[name] for name in saved["weights"]},
-                     dict(saved["weights"])) and tokenizer.encode("5") == [53]
-    # Resumed, a finished run says so and stays as it is.
-    with pytest.raises(UserError, match="it has finished"):
-        starter.main([f"--resume={folder}"])
-    assert rows_of(folder) == rows
+    first, *rows = text.splitlines()
+    assert first.startswith("!!! the loss is not the published one") and "Passed" not in text
+    pasted = ast.literal_eval("(" + "\n".join(rows) + ")")
+    assert [row[:4] for row in pasted] == [row[:4] for row in starter.PUBLISHED]
+    monkeypatch.setattr(starter, "PUBLISHED", pasted)
+    assert starter.test_functions() is True
 
 
-def test_training_raises_the_reward(run_main):
-    rows = rows_of(run_main("--n_grpo_steps=20", "--rollout_batch_size=128", "--group_size=8",
-                            "--lr=5e-4", "--seed=1", "--save_every=0", "--eval_every=0"))
-    rewards = [row["train/reward_mean"] for row in rows[1:]]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.08, rewards
-    assert not [name for row in rows for name in row if name.startswith(("eval/", "kl/"))]
-
-
-OPTIONS = {
-    "updates": ["--inner_epochs=2", "--n_minibatches=2", "--loss_type=dapo", "--clip_range=0.001",
-                "--clip_range_high=0.002", "--seed=7", "--max_minutes=60"],
-    "tokens": ["--tokens_per_microbatch=40", "--loss_type=dr_grpo", "--use_std_normalization=False",
-               "--temperature=0.7", "--max_grad_norm=0", "--warmup_steps=0", "--gpu_mem_util=0.2"],
-    "compile": ["--gradient_checkpointing=True", "--compile=True", "--max_prompt_tokens=40"],
-    "lora": [KL, "--kl_estimator=exact", "--lora_rank=2", "--inner_epochs=2", "--lr=1e-2"],
-    "reward": [KL, "--kl_estimator=k1", "--kl_in=reward", "--n_minibatches=2",
-               "--reward_truncated=True", "--max_turns=2"],
-    "adaptive": [KL, "--kl_importance_weight=False", "--target_kl=1e-7", "--kl_estimator=k2",
-                 "--inner_epochs=2", "--kl_coef=0.1"],
-    "coefficient 0": [KL, "--kl_coef=0", "--target_kl=0.1", "--ref_update_every=2"],
-    "padded": ["--task=task.jsonl", "--eval_task=", "--prompt={question} is",
-               "--max_prompt_tokens=64", KL, "--save_every=0"]}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(run_main, save_folder, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    # The C++ compiler would take half a minute; this traces the same graphs. The GPU tests use it.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    arguments = OPTIONS[name]
-    if name == "compile":
-        arguments = [*arguments, f"--model_id={save_folder('llama', num_hidden_layers=1)}"]
-    if name == "padded":  # a model without packing, rows without answers, a reward of one's own
-        write_rows(tmp_path / "task.jsonl", [{"question": f"{i}+1"} for i in range(20)])
-        arguments = [*arguments, f"--model_id={save_folder('lfm2', **PADDED['lfm2'])}"]
-    if name in ("compile", "padded"):
-        monkeypatch.setattr(starter, "reward_fn", letters)
-        arguments.append("--reward_truncated")
-    folder = run_main(*arguments)
-    rows = check_run(folder)
-    if name == "updates":
-        assert rows[1]["train/clip_fraction"] > 0
-    if name == "lora":
-        assert rows[3]["kl/mean"] > 0
-        saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-        assert all("lora_" in name for name in saved["weights"]), "frozen weights are not saved"
-    if name == "adaptive":
-        assert rows[3]["train/kl_coef"] > 0.1 and rows[1]["kl/mean"] > 1e-5
-    if name == "padded":
-        assert not (folder / "checkpoint.pt").exists() and rows[3]["kl/mean"] > 0
-        with pytest.raises(FileNotFoundError):  # otherwise model/ would be lost
-            starter.main([f"--resume={folder}", "--n_grpo_steps=4"])
-        assert min(row["train/grad_norm"] for row in rows[1:]) > 0
-
-
-def test_nothing_is_compiled_anew_when_sizes_that_were_equal_differ(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    policy = make_policy()
-    starter.compile_and_shard(policy, settings_of(compile=True), "cpu")
-    log_probs_of(policy, make_rows([9, 12, 7]))  # no shared prompts: as many slots as tokens
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    log_probs_of(policy, make_groups())
-
-
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_old_and_reference_log_probs_are_those_of_the_models_that_they_are_named_after(
-        run_main, warm_folder, monkeypatch, lora_rank):
-    """Old: the policy before the update; reference: the starting model, without adapters"""
-    step, before, kls = starter.grpo_microbatch_step, {}, []
-    base = starter.init_policy(str(warm_folder))[0]
-    n_compared = 0
-
-    def watched(policy, input_ids, labels, mask, *rest, old_log_probs, ref_log_probs, **options):
-        nonlocal n_compared
-        rows = input_ids, labels, mask
-        weights = {name: weight.clone() for name, weight in policy.state_dict().items()}
-        with torch.no_grad():
-            wanted = starter.response_stats(base, *rows)[0]
-            assert torch.allclose(ref_log_probs * mask, wanted, atol=1e-5)
-            kl = starter.response_stats(policy, *rows, 1.0, base)[3]
-            kls.append((float(kl.sum()), int(mask.sum())))
-            if n_compared % 4 == 0:  # the first minibatch of a step
-                before.update(weights)
-            policy.load_state_dict(before)
-            wanted = starter.response_stats(policy, *rows)[0]
-            policy.load_state_dict(weights)
-            assert torch.allclose(old_log_probs * mask, wanted, atol=1e-5)
-            n_compared += 1
-        return step(policy, *rows, *rest, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs,
-                    **options)
-
-    monkeypatch.setattr(starter, "grpo_microbatch_step", watched)
-    folder = run_main(KL, "--inner_epochs=2", "--n_minibatches=2", f"--lora_rank={lora_rank}",
-                      f"--lr={1e-2 if lora_rank else 1e-3}", "--kl_coef=0.001", "--n_grpo_steps=4",
-                      "--rollout_batch_size=64")
-    assert n_compared == 4 * 4
-    for i, row in enumerate(rows_of(folder)[1:]):
-        sums, counts = zip(*kls[4 * i:4 * i + 4])
-        exact = sum(sums) / sum(counts)
-        assert exact / 3 < row["kl/mean"] < exact * 3, "near the exact KL, also off-policy"
-    assert exact > 0.01
-
-
-def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(run_main, monkeypatch,
-                                                                         tmp_path):
-    advantages, calls = starter.group_advantages, []
-
-    def bad(*arguments):
-        calls.append(len(calls))
-        return advantages(*arguments) * (math.nan if len(calls) in (2, 6, 7, 8, 9, 10) else 1.0)
-
-    monkeypatch.setattr(starter, "group_advantages", bad)
-    monkeypatch.setattr(starter, "reward_fn", letters)
-    with pytest.raises(UserError, match="5 updates in a row"):
-        run_main("--n_grpo_steps=12", "--warmup_steps=0", "--reward_truncated", "--eval_every=0")
-    rows = rows_of(tmp_path / "out" / "latest")[1:]
-    assert [row["train/skipped_steps"] for row in rows] == [0, 1, 1, 1, 1, 2, 3, 4, 5]
-    rates = [1e-3, 1e-3, 1e-4, 2e-4, 4e-4, 8e-4, 1e-4, 1e-4, 1e-4]
-    assert [row["train/lr"] for row in rows] == pytest.approx(rates) and "train/loss" not in rows[1]
-    saved = torch.load(tmp_path / "out" / "latest" / "checkpoint.pt", weights_only=True)
-    assert all(torch.isfinite(tensor).all() for tensor in saved["weights"].values())
-
-
-def test_a_sync_that_does_nothing_and_another_reference_end_the_run(run_main, monkeypatch):
-    with monkeypatch.context() as patch:
-        sync, calls = starter.load_policy_into_vllm_instance, []
-        patch.setattr(starter, "load_policy_into_vllm_instance",
-                      lambda *arguments: calls.append(sync) or len(calls) > 1 or sync(*arguments))
-        with pytest.raises(UserError, match="the weights did not arrive"):
-            run_main("--lr=1e-2", "--warmup_steps=0")
-    shard = starter.compile_and_shard
-
-    def other(policy, *arguments):
-        shard(policy, *arguments)
-        if not policy.training:  # the reference
-            policy.model.lm_head.weight.data.mul_(1.1)
-
-    monkeypatch.setattr(starter, "compile_and_shard", other)
-    with pytest.raises(UserError, match="before any update"):
-        run_main(KL)
-
-
-def test_groups_with_equal_rewards_leave_the_weights_alone_to_the_bit(run_main, warm_folder,
-                                                                      monkeypatch):
-    numbers = []
-    monkeypatch.setattr(starter, "reward_fn",
-                        lambda text, problem: numbers.append(problem["problem_number"]) or 0.1)
-    folder = run_main("--reward_truncated=True", "--eval_every=0")
-    assert numbers == [i // 4 for i in range(48)], "four other problems in every step"
-    assert are_equal(weights_of(folder), load(warm_folder).state_dict())
-
-
-def test_rows_without_advantage_count_in_the_divisor(run_main):
-    """They are left out of the computation from step 2 on, and the gradient stays the same."""
-    norms = []
-    for kl_coef in ("1e-30", "0"):
-        rows = rows_of(run_main(KL, f"--kl_coef={kl_coef}", "--lr=1e-9", out=f"out{kl_coef}"))
-        assert 0 < np.mean([row["train/frac_groups_zero_std"] for row in rows[2:]]) < 1
-        norms.append([row["train/grad_norm"] for row in rows[1:]])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
-def test_best_is_the_model_of_the_best_evaluation(run_main, warm_folder, monkeypatch):
-    folder = run_main("--n_grpo_steps=2", "--eval_every=0", out="two")
-    calls = []
-
-    def scripted(text, problem):
-        if problem["turns"] and problem["rendered"] in held_out:
-            calls.append(text)
-            return float((len(calls) - 1) % 8 < (3, 2, 5, 4)[(len(calls) - 1) // 8])
-        return reward_fn(text, problem)
-
-    reward_fn = starter.reward_fn
-    held_out = {row["prompt"] for row in rows_of(warm_folder, "test.jsonl")}
-    monkeypatch.setattr(starter, "reward_fn", scripted)
-    best = run_main("--eval_every=1")
-    assert len(calls) == 32 and are_equal(weights_of(best, "best"), weights_of(folder))
-    assert not are_equal(weights_of(best, "best"), weights_of(best))
-
-
-def test_resuming_takes_over_all_settings(run_main, tmp_path):
-    """Also a refreshed reference and the adaptive coefficient, twice"""
-    arguments = [KL, "--ref_update_every=2", "--target_kl=1e-7", "--n_minibatches=2", "--lr=3e-3",
-                 "--n_grpo_steps=7", "--eval_every=0"]
-    whole = run_main(*arguments, out="whole")
-    folder = run_main(*arguments, "--n_grpo_steps=3", out="parts")
-    for n_steps in (5, 7):
-        starter.main([f"--resume={folder}", f"--n_grpo_steps={n_steps}"])
-        settings = json.loads((folder / "config.json").read_text())
-        assert settings["n_grpo_steps"] == n_steps and settings["lr"] == 3e-3, "for the next resume"
-    assert numbers_of(folder) == numbers_of(whole) and equal_weights(folder, whole)
-    rows = rows_of(folder)
-    assert rows[4]["kl/mean"] > rows[3]["kl/mean"], "refreshed after step 2"
-    assert rows[7]["train/kl_coef"] != rows[1]["train/kl_coef"]
-
-
-def test_max_minutes_end_a_run_which_can_be_resumed(run_main, capsys):
-    folder = run_main("--max_minutes=1e-9")
-    assert "ETA -" in capsys.readouterr().out, "minutes left, not steps left"
-    assert len(rows_of(folder)) == 2 and (folder / "model").exists()
-    starter.main([f"--resume={folder}", "--max_minutes=1000"])
-    assert len(rows_of(folder)) == 4
-
-
-@pytest.mark.parametrize("call", [60, 45])
-def test_an_error_in_the_reward_loses_no_finished_step(call, run_main, monkeypatch):
-    """8 calls in an evaluation, 16 in a step: in step 3; in the evaluation before"""
-    arguments, calls = ["--reward_truncated", "--save_every=0"], []
-
-    def failing(text, problem):
-        calls.append(text)
-        if len(calls) == call:
-            raise KeyError("answer")
-        return letters(text, problem)
-
-    monkeypatch.setattr(starter, "reward_fn", letters)
-    whole = run_main(*arguments, out="whole")
-    monkeypatch.setattr(starter, "reward_fn", failing)
-    with pytest.raises(KeyError) as error:
-        run_main(*arguments)
-    assert error.value.__notes__ == [f"reward_fn got the response {calls[-1]!r}"]
-    folder = whole.parents[1] / "out" / "latest"
-    assert torch.load(folder / "checkpoint.pt")["state"]["step"] == 2
-    starter.main([f"--resume={folder}"])
-    wanted = numbers_of(whole)
-    if call == 45:  # it is not repeated
-        del wanted[2]["eval/accuracy"], wanted[2]["eval/mean_reward"]
-    assert equal_weights(folder, whole) and numbers_of(folder) == wanted
-
-
-LONG_RUN = [KL, "--n_minibatches=2", "--n_grpo_steps=12", "--save_every=2"]
-
-
-def test_a_kill_and_ctrl_c_at_random_moments_change_nothing(script, warm_folder, tmp_path):
-    """To the bit"""
-    folders = tmp_path / "whole", tmp_path / "parts"
-    for folder in folders:
-        folder.mkdir()
-    start = [*small_run(warm_folder), *LONG_RUN]
-    assert script.run(folders[0], *start) == 0, script.text()
-    assert "%|" not in script.text(), "no progress bars"
-    rng = random.Random(time.time_ns())
-    script.start(folders[1], *start)
-    script.until("run folder:")
-    script.until("Step ", rng.randrange(9))  # a step writes a line or two
-    time.sleep(rng.random() * 0.2)
-    os.kill(script.pid, signal.SIGKILL)
-    assert script.end() == -signal.SIGKILL, script.text()
-    script.start(folders[1], "--resume=latest")
-    script.until("Step ")
-    os.kill(script.pid, signal.SIGINT)
-    assert script.end() == 0 and "stopping after this step" in script.text(), script.text()
-    assert re.search(r"stopped after step \d+: --resume='.*/out/0001.*' continues", script.text())
-    assert script.run(folders[1], "--resume=latest") == 0, script.text()
-    whole, parts = (folder / "out" / "latest" for folder in folders)
-    assert numbers_of(parts) == numbers_of(whole) and equal_weights(parts, whole)
-    assert not [path for path in parts.resolve().iterdir() if path.suffix in (".new", ".old")]
-
-
-def test_a_full_disk_ends_the_run_in_one_line_and_the_last_checkpoint_is_good(
-        script, warm_folder, tmp_path):
-    """No file may be larger than the limit: a model fits, a checkpoint does not."""
-    assert script.run(tmp_path, *small_run(warm_folder), "--n_grpo_steps=1") == 0, script.text()
-    before = "resource.setrlimit(resource.RLIMIT_FSIZE, (8_000_000, 8_000_000))"
-    assert script.run(tmp_path, "--resume=latest", "--n_grpo_steps=3", before=before) == 2
-    (line,) = re.findall("^error: .*$", script.text(), re.MULTILINE)
-    assert "checkpoint.pt" in line and "Is the disk full?" in line
-    assert "Traceback" not in script.text()
-    assert script.run(tmp_path, "--resume=latest", "--n_grpo_steps=2") == 0, script.text()
-    assert "after step 1" in script.text()
-    check_run((tmp_path / "out" / "latest").resolve(), 2)
-
-
-def close(got, wanted):
-    """Equal but for rounding"""
-    assert [row.keys() for row in got] == [row.keys() for row in wanted]
-    for row, other in zip(got, wanted):
-        for name, value in row.items():
-            assert value == pytest.approx(other[name], rel=1e-3, abs=1e-4), (name, row["step"])
-
-
-def half_flat(text, problem):
-    """A reward that is equal for all responses to about half of the problems"""
-    return 0.1 if zlib.crc32(problem["rendered"].encode()) % 2 else letters(text, problem)
-
-
-def test_two_ranks_give_the_numbers_of_one(run_main, save_folder, warm_folder, tmp_path,
-                                           monkeypatch):
-    """The second run has one prompt: one of the ranks has no share of it, nor of the evaluation;
-    its output layer has a bias, which the exact KL needs whole. In the third, a rank has no row
-    with an advantage."""
-    runs = {"adapters": [KL, "--lora_rank=2", "--inner_epochs=2", "--n_minibatches=2",
-                         "--rollout_batch_size=12", "--lr=1e-2"],
-            "share": [KL, "--kl_estimator=exact", "--kl_coef=1", "--rollout_batch_size=4",
-                      "--n_eval=1", f"--model_id={save_folder('phi')}", "--max_prompt_tokens=40",
-                      "--max_grad_norm=0.1", "--ref_update_every=2", "--loss_type=dapo"],
-            "flat": ["--rollout_batch_size=8", "--n_grpo_steps=5", "--eval_every=0"]}
-    program = tmp_path / "program.py"
-    program.write_text("import json, os, sys, starter, test_starter\n"
-                       "starter.reward_fn = test_starter.half_flat\n"
-                       "for arguments in json.loads(sys.argv[1]):\n    starter.main(arguments)\n"
-                       "os._exit(0)  # as starter.py does\n")
-    options = [*small_run(warm_folder), "--reward_truncated"]
-    arguments = [[*options, f"--out_dir={tmp_path}/two_{name}", *runs[name]] for name in runs]
-    arguments.append([f"--resume={tmp_path}/two_flat/latest", "--n_grpo_steps=6"])
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc_per_node=2", program, json.dumps(arguments)], check=True, timeout=400,
-                   env=os.environ | {"PYTHONPATH": str(HERE)})
-    monkeypatch.setattr(starter, "reward_fn", half_flat)
-    runs["flat"].append("--n_grpo_steps=6")
-    for name, options in runs.items():
-        alone = run_main("--reward_truncated", *options, out=name)
-        two = tmp_path / f"two_{name}" / "latest"
-        close(numbers_of(two), numbers_of(alone))
-        first, second = weights_of(two), weights_of(alone)
-        assert all(torch.allclose(first[key], second[key], atol=2e-4) for key in first)
-    flat = [row["train/frac_groups_zero_std"] for row in rows_of(alone)[2:]]
-    assert 0.5 in flat, "of two groups, one on each rank"
-
-
-@needs_vllm
-def test_the_script_with_vllm(warm_folder, tmp_path):
-    """From the shell: nothing but its own lines on the screen"""
-    run = subprocess.run(
-        [sys.executable, HERE / "starter.py", *small_run(warm_folder), "--use_vllm=True", KL],
-        cwd=tmp_path, text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert run.returncode == 0 and "torch samples" not in run.stdout, run.stdout
-    assert run.stdout.startswith("=== All Tests Passed! ===\n")
-    assert "starting vLLM ..." in run.stdout, run.stdout
-    assert re.search(LAST_LINES, run.stdout), run.stdout
-    rows = check_run((tmp_path / "out" / "latest").resolve())
-    assert rows[1]["rollout/logp_gap_mean"] < 1e-4 and rows[3]["kl/mean"] > 0
-
-
-# ---- 9. GPU ----------------------------------------------------------------------------------
-
-@needs_cuda
-@pytest.mark.parametrize("arguments", [
-    ["--compile=True", "--gradient_checkpointing=True"],
-    ["--vllm_sleep=True", "--offload=True", "--ref_update_every=2", "--compile=False"]])
-def test_gpu_script_learns_agrees_with_vllm_and_resumes(warm_folder, tmp_path, arguments):
-    def run(*options):
-        subprocess.run([sys.executable, HERE / "starter.py", *options], cwd=tmp_path, check=True,
-                       timeout=500)
-
-    run(*small_run(warm_folder), "--use_vllm=True", KL, *arguments, "--gpu_mem_util=0.15",
-        "--rollout_batch_size=256", "--group_size=8", "--n_grpo_steps=20", "--lr=5e-4")
-    run("--resume=latest", "--n_grpo_steps=22")
-    rows = rows_of(tmp_path / "out" / "latest")
-    assert [row["step"] for row in rows] == list(range(23))
-    assert all(row["rollout/logp_gap_mean"] < 0.05 for row in rows[1:])
-    rewards = [row["train/reward_mean"] for row in rows[1:]]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:2]) + 0.1 and rows[1]["kl/mean"] < 2e-3
-
-
-@needs_cuda
-@pytest.mark.parametrize("gib, sleeps", [(24, False), (16, True)])
-def test_gpu_that_is_small_trains_the_default_size_offloaded(gib, sleeps):
-    output = subprocess.check_output(
-        [sys.executable, HERE / "bench.py", f"--gpu_gib={gib}", "--prompts=8", "--steps=1",
-         "--warmup=1", "--compile=False"], text=True, timeout=500)
-    result = json.loads(output.splitlines()[-1])
-    assert result["offload"] and result["vllm_sleep"] == sleeps and 0 < result["gap"] < 0.05
-    assert result["peak_gib"] < gib
+@pytest.mark.parametrize("broken, error", [
+    (lambda *arguments: math.nan, ArithmeticError), (lambda: None, TypeError)])
+def test_quick_tests_stop_at_a_nan_or_an_exception(broken, error, monkeypatch, capsys):
+    monkeypatch.setattr(starter, "loss_divisor", broken)
+    with pytest.raises(error):
+        starter.test_functions()
+    assert "Passed" not in capsys.readouterr().out
