@@ -8,7 +8,6 @@
 
 One step: sample a group of responses to each prompt, reward them, and raise the probability of
 those that scored above their group's mean. Where this differs from the GRPO paper, and why:
-
 1. The KL penalty is off by default, and its gradient is that of KL(policy || start). See KL.md.
 2. vLLM samples and torch trains. Their log-probs differ a little, so the loss of each token is
    weighted by the ratio of the two (truncated importance sampling).
@@ -37,9 +36,8 @@ for variable in ("VLLM_LOGGING_LEVEL=ERROR", "VLLM_HOST_IP=127.0.0.1", "TQDM_DIS
                  "TRANSFORMERS_VERBOSITY=error"):
     os.environ.setdefault(*variable.split("="))
 # torchrun starts one process per GPU. Its number is the rank, and it sees only its own GPU.
-RANK = int(os.environ.get("RANK", 0))
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 IS_MAIN = RANK == 0  # the process that prints and writes files
 if "LOCAL_RANK" in os.environ:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", str(LOCAL_RANK)).split(",")
@@ -49,7 +47,6 @@ import contextlib, copy, dataclasses, difflib, functools, gc, html, importlib.ut
 import math, random, re, shutil, tempfile, traceback, warnings, zlib
 from fractions import Fraction
 from types import SimpleNamespace
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -57,13 +54,10 @@ import torch.distributed.checkpoint.state_dict as state_dicts
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from torch.utils.checkpoint import checkpoint as recompute  # in backward()
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
-
 warnings.filterwarnings("ignore", category=FutureWarning)
-# A task file may import from `starter`. That must be this module, also when it runs as a script.
-sys.modules.setdefault("starter", sys.modules[__name__])
 
 class UserError(Exception):
     """A mistake that a person can mend: run() prints one line instead of a traceback."""
@@ -143,19 +137,16 @@ def main(argv=None, only_settings=False):
     device = "cuda" if has_gpu else "cpu"
     # On a CPU a run repeats to the bit. On a GPU this mode would be slow.
     torch.use_deterministic_algorithms(not has_gpu)
-    # A single process joins a group, too, so that one GPU and several run the same code. torchrun
-    # has a store through which its processes find each other, a single process needs its own.
+    # A single process joins a group, too (of its own), so that any number of GPUs runs this code.
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", rank=RANK,
                                 world_size=WORLD, store=dist.HashStore() if WORLD == 1 else None)
-
     # Data and checkpoint come before the model, so that a mistake in them shows within seconds.
     prepare(cfg)
     task = Task(cfg)
     saved = read_checkpoint(cfg)
     policy, tokenizer = init_policy(cfg.model_id, cfg.max_prompt_tokens + cfg.max_tokens)
     task.encode(tokenizer, policy.stop_ids)
-
     # config.json keeps "auto" as it is: a resumed run may have another GPU and decides anew.
     settings = dict(vars(cfg))
     plan_memory(policy, cfg, device)
@@ -170,13 +161,11 @@ def main(argv=None, only_settings=False):
     layout = "packed" if policy.is_packed else "padded (slower)"
     print(f"{policy.model.num_parameters():,} parameters, {WORLD} x {device}, rows {layout}")
     llm = init_vllm(policy, tokenizer, cfg, task.turn_ends)
-
-    # Rank 0 makes the folder of the run and tells the others.
-    folder = Path(gather(cfg.resume or make_run_folder(cfg, typed))[0])
-    log = Log(folder, settings, saved)
+    folder = gather(cfg.resume or (IS_MAIN and make_run_folder(cfg, typed)))[0]
+    log = Log(Path(folder), settings, saved)
     train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved)
-    print(f"\n  try it    python sample.py --model_id='{folder}/model'\n"
-          f"  curves    tensorboard --logdir '{folder.parent}/tb'")
+    print(f"\n  try it    python sample.py --model_id='{log.folder}/model'\n"
+          f"  curves    tensorboard --logdir '{log.folder.parent}/tb'")
 
 def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=None):
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
@@ -196,11 +185,8 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         checkpoint.restore(saved)
         load_policy_into_vllm_instance(policy, llm)
     else:
-        metrics = {}
-        if cfg.eval_every:
-            metrics = evaluate_and_keep_best(policy, llm, task, log, state)
+        metrics = evaluate_and_keep_best(policy, llm, task, log, state) if cfg.eval_every else {}
         log.write(0, metrics)
-
     for step in range(state.step + 1, cfg.n_grpo_steps + 1):
         # Rollout: sample group_size responses to each prompt and reward each of them.
         started = synced_time()
@@ -244,11 +230,10 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             for number, micro in enumerate(microbatches, 1):
                 defer_gradient_sync(policy, cfg, is_last=number == len(microbatches))
                 _, metadata = grpo_microbatch_step(
-                    policy, batch.input_ids[micro], batch.labels[micro],
-                    batch.response_mask[micro], advantages[micro],
-                    divisor=divisor, loss_type=cfg.loss_type, temperature=cfg.temperature,
+                    policy, batch.input_ids[micro], batch.labels[micro], batch.response_mask[micro],
+                    advantages[micro], divisor=divisor, loss_type=cfg.loss_type,
                     clip_range=cfg.clip_range, clip_range_high=cfg.clip_range_high,
-                    rollout_log_probs=batch.rollout_log_probs[micro],
+                    temperature=cfg.temperature, rollout_log_probs=batch.rollout_log_probs[micro],
                     old_log_probs=select_rows(old_log_probs, micro),
                     ref_log_probs=select_rows(ref_log_probs, micro), ref_model=ref_model,
                     kl_coef=kl_now, kl_estimator=cfg.kl_estimator, kl_in=cfg.kl_in,
@@ -264,7 +249,6 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             llm.wake_up()
         load_policy_into_vllm_instance(policy, llm)
         ended = synced_time()
-
         minutes = (ended - STARTED) / 60
         metrics = step_metrics(responses, microbatch_stats, cfg.group_size, kl_now) | {
             "train/loss": np.mean(losses), "train/grad_norm": np.mean(grad_norms),
@@ -290,17 +274,15 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         finally:
             log.write(step, metrics)
         is_stopped = any(gather(len(signals)))
-        if is_stopped and not is_last:
-            save_model(policy, task.tokenizer, log.folder / "model")
         if is_stopped or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             checkpoint.save()
         if is_stopped:
+            save_model(policy, task.tokenizer, log.folder / "model")
             print(f"stopped after step {step}: --resume='{log.folder}' continues")
         if is_stopped or is_last:
             break
 
 # ---- 1. Task: rows, prompts, answers, reward -----------------------------------------------------
-#
 # A task is a file. A JSONL file has rows such as {"prompt": "2+3?", "answer": "5"}, and reward_fn
 # below rewards the responses. A Python file has a function rows() that returns such dicts. It may
 # also have a reward_fn, reply() for several turns, TURN_ENDS, SETTINGS and prepare(): see tasks/.
@@ -331,17 +313,15 @@ def final_answer(text):
 
 def normalize(answer):
     """-> a Fraction if the answer is a number, otherwise a text. Equal means: the same answer."""
-    text = str(answer).lower()
     # A minus sign is not a hyphen; LaTeX writes 10{,}000.
-    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    text = str(answer).lower().replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
     # "2 1/2" and "2\frac{1}{2}" become "2+1/2". Without the plus they would be 21/2.
     text = re.sub(r"(?<=[0-9])\s+(?=[0-9])|(?<=[0-9])\s*(?=\\[dt]?frac)", "+", text)
     # "\left(3,\;4\right)" -> "(3,4)", "90^\circ" -> "90", "\$5", "50 %" -> "5", "50"
     text = re.sub(r"\\left|\\right|\^\\circ|\^\{\\circ\}|\\[,!; ]|\\?[$%]|\s", "", text)
     # "\frac12" and "\dfrac{1}{2}" -> "1/2"
     text = re.sub(r"\\[dt]?frac(?:([0-9])([0-9])|\{(-?[0-9]+)\}\{([0-9]+)\})", r"\1\3/\2\4", text)
-    # "\text{yes}" -> "yes"
-    text = re.sub(r"\\(?:boxed|text|mathrm)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:boxed|text|mathrm)\{([^{}]*)\}", r"\1", text)  # "\text{yes}" -> "yes"
     # "1,200" -> "1200", but "(3,4)" stays; "**18.**" -> "18"
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text).strip("*").rstrip(".")
     if re.fullmatch("[-+./0-9]{1,64}", text):
@@ -351,7 +331,6 @@ def normalize(answer):
 
 class Task:
     """Rows, reward and replies of cfg.task. The tokenizer comes later, with encode()."""
-
     def __init__(self, cfg):
         self.cfg = cfg
         task_file = load_task_file(cfg.task)
@@ -371,7 +350,6 @@ class Task:
         self.held_out = self.encode_rows(self.held_out_rows[:self.cfg.n_eval])
 
     def encode_rows(self, rows):
-        """-> rows with token ids, without those that are too long"""
         encoded = []
         for number, row in enumerate(rows):
             rendered = render_chat(row["prompt"], self.tokenizer)
@@ -388,8 +366,7 @@ class Task:
 
     def problems(self, first):
         """-> the problems of a step, from number `first` on. Every epoch has another order."""
-        problems = []
-        order = None
+        problems, order = [], None
         for number in range(first, first + self.cfg.rollout_batch_size // self.cfg.group_size):
             epoch, position = divmod(number, len(self.training))
             if order is None or position == 0:
@@ -399,7 +376,6 @@ class Task:
         return problems
 
 def render_chat(messages, tokenizer):
-    """-> the text that the model continues"""
     if tokenizer.chat_template is None:
         return (tokenizer.bos_token or "") + "".join(turn["content"] + "\n" for turn in messages)
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
@@ -423,7 +399,6 @@ def find_stop_ids(model, tokenizer):
     return sorted(end for end in ends - {None} if end < model.config.vocab_size)
 
 # ---- 2. Advantages, batch, loss, KL, update ------------------------------------------------------
-
 def group_advantages(rewards, group_size, normalize_by_std, eps=1e-6):
     """-> [N]: (reward - mean) / standard deviation within each group"""
     groups = rewards.view(-1, group_size)
@@ -454,29 +429,25 @@ def make_batch(responses):
         mask[b, tail] = torch.tensor(response.mask)
         sampled[b, tail] = torch.tensor(response.log_probs)
     return SimpleNamespace(
-        input_ids=tokens[:, :-1], labels=tokens[:, 1:], response_mask=mask[:, 1:],
-        rollout_log_probs=sampled[:, 1:], lengths=lengths,
-        prompts=[response.prompt_ids for response in responses])
+        input_ids=tokens[:, :-1], labels=tokens[:, 1:], response_mask=mask[:, 1:], lengths=lengths,
+        rollout_log_probs=sampled[:, 1:], prompts=[response.prompt_ids for response in responses])
 
 def make_minibatches(cfg, step, n_rows):
-    """-> this rank's rows of each optimizer step. They are drawn from the rows of all ranks, so
-    that a minibatch is the same on any number of ranks."""
+    """-> this rank's rows of each optimizer step, which is the same on any number of ranks"""
     rows_per_rank = gather(n_rows)
     first = sum(rows_per_rank[:RANK])  # the number of this rank's first row among those of all
     minibatches = []
     for epoch in range(cfg.inner_epochs):
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sum(rows_per_rank))
-        for minibatch in np.array_split(order, cfg.n_minibatches):
-            own_rows = [row - first for row in minibatch.tolist() if 0 <= row - first < n_rows]
-            minibatches.append(sorted(own_rows))
+        for minibatch in np.array_split(order - first, cfg.n_minibatches):
+            minibatches.append(sorted(row for row in minibatch.tolist() if 0 <= row < n_rows))
     return minibatches
 
 def make_microbatches(batch, rows, cfg, is_packed):
     """-> lists of rows with at most tokens_per_microbatch tokens, as many lists on every rank"""
     if not is_packed:  # rows of similar length need little padding
         rows = sorted(rows, key=lambda row: -batch.lengths[row])
-    microbatches = []
-    n_tokens = 0
+    microbatches, n_tokens = [], 0
     for row in rows:
         size = batch.lengths[row]
         if microbatches and not is_packed:
@@ -485,8 +456,7 @@ def make_microbatches(batch, rows, cfg, is_packed):
             size -= len(batch.prompts[row])  # a shared prompt is computed once
         if not microbatches or n_tokens + size > cfg.tokens_per_microbatch:
             microbatches.append([])
-            n_tokens = 0
-            size = batch.lengths[row]
+            n_tokens, size = 0, batch.lengths[row]
         microbatches[-1].append(row)
         n_tokens += size
     # Sharded weights are gathered by all ranks together, so each runs the model equally often.
@@ -505,17 +475,14 @@ def score(model, batch, rows, cfg):
                                           batch.response_mask[micro], cfg.temperature)[0]
     return log_probs
 
-def grpo_microbatch_step(
-        policy, input_ids, labels, response_mask, advantages_per_seq, gradient_accumulation_steps=1,
-        clip_range=0.2, loss_type="grpo", max_completion_length=256, ref_model=None, kl_coef=0.0, *,
-        old_log_probs=None, ref_log_probs=None, divisor=None, temperature=1.0, kl_estimator="k3",
-        **loss_options):
-    """Forward, loss, backward -> (this part's share of the step's loss, metadata)
-
-    divisor: what the summed loss of the whole optimizer step is divided by; train() always gives
-    it. Without it, this part is taken as one of gradient_accumulation_steps equal ones, and only
-    then max_completion_length is used. ref_log_probs: if not given, ref_model computes them.
-    loss_options: see compute_loss()."""
+def grpo_microbatch_step(policy, input_ids, labels, response_mask, advantages_per_seq,
+        gradient_accumulation_steps=1, clip_range=0.2, loss_type="grpo", max_completion_length=256,
+        ref_model=None, kl_coef=0.0, *, old_log_probs=None, ref_log_probs=None, divisor=None,
+        temperature=1.0, kl_estimator="k3", **loss_options):
+    """Forward, loss, backward -> (this part's share of the step's loss, metadata). The divisor, of
+    the whole step's loss, is given by train(); without it, this part is taken as one of
+    gradient_accumulation_steps equal ones, and only then max_completion_length is used. Without
+    ref_log_probs, ref_model computes them. loss_options: see compute_loss()."""
     mask = response_mask.bool() & (labels >= 0)
     if divisor is None:
         divisor = loss_divisor(mask, loss_type, max_completion_length) * gradient_accumulation_steps
@@ -539,7 +506,6 @@ def grpo_microbatch_step(
     return loss.detach(), metadata
 
 def loss_divisor(mask, loss_type, max_tokens):
-    """-> what the summed loss of a step is divided by"""
     n_rows = int(mask.any(-1).sum())
     return {"grpo": n_rows, "dr_grpo": n_rows * max_tokens, "dapo": int(mask.sum())}[loss_type]
 
@@ -551,22 +517,16 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
                  kl_coef=0.0, *, response_mask=None, kl_estimator="k3", kl_importance_weight=True,
                  kl_in="loss", clip_range_high=None, rollout_log_probs=None, exact_kl=None):
     """PPO's clipped loss + kl_coef * KL -> (loss [B, T], metadata). advantages: [B] or [B, T].
-    Log-probs [B, T]: of the policy, of the policy before the update (None: the same), of the
-    reference, of the sampler (rollout)"""
-    if response_mask is None:
-        response_mask = torch.ones_like(policy_log_probs)
-    if old_log_probs is None:
-        old_log_probs = policy_log_probs
-    mask = response_mask.bool()
+    Log-probs: of the policy, of that before the update (None: the same), reference, sampler."""
+    mask = (torch.ones_like(policy_log_probs) if response_mask is None else response_mask).bool()
     log_pi = masked(policy_log_probs, mask)
-    log_old = masked(old_log_probs, mask).detach()
+    log_old = (log_pi if old_log_probs is None else masked(old_log_probs, mask)).detach()
     advantages = masked(advantages[:, None] if advantages.dim() == 1 else advantages, mask)
     log_ratio = log_pi - log_old
     # exp() must not overflow. Not clamp(): it would stop a NaN, which must reach the gradient.
     log_ratio = torch.where(log_ratio > LIMIT, LIMIT, log_ratio)
     ratio = log_ratio.exp()
     stats = {"approx_kl": torch.expm1(log_ratio) - log_ratio}  # of old and policy
-
     penalty = 0.0
     if kl_coef and ref_log_probs is not None:
         log_ref = masked(ref_log_probs, mask)
@@ -583,21 +543,18 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
                 log_pi, log_ref, kl_estimator, rho if kl_importance_weight else None)
         stats |= {"kl_penalty_mean": penalty, "kl_mean": logged_kl, "kl_max": logged_kl,
                   "kl_min": logged_kl}
-
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_range, 1 + (clip_range_high or clip_range)) * advantages
     stats["clip_fraction"] = clipped < plain
     loss = -torch.minimum(plain, clipped)
-    is_exact = kl_in == "loss" and kl_estimator == "exact"
-    if kl_in == "loss" and not is_exact:
+    if kl_in == "loss" and kl_estimator != "exact":
         loss = loss + kl_coef * penalty
     if rollout_log_probs is not None:
         # The sampler drew the tokens, from probabilities that differ a little from the trainer's.
         gap = log_old - masked(rollout_log_probs, mask).detach()
-        sampler_weight = gap.exp().clamp(max=MISMATCH_CAP)
-        loss = loss * sampler_weight
+        loss = loss * gap.exp().clamp(max=MISMATCH_CAP)
         stats["logp_gap"] = gap.abs()
-    if is_exact:  # a sum over the vocabulary: there is no sampled token to weight
+    if kl_in == "loss" and kl_estimator == "exact":  # over the vocabulary: no token to weight
         loss = loss + kl_coef * penalty
     return torch.where(mask, loss, 0), mean_stats(stats, mask)
 
@@ -612,23 +569,18 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", rho=N
     """-> an estimate of KL(pi || ref) for each sampled token, or rho times it, where l = log pi -
     log ref is kept within +-LIMIT. rho = pi/old is a number without a gradient. Its own gradient,
     d rho = rho dlog pi, is part of the slope.
-
         estimator  value          slope     slope if weighted by rho
         k1         l              1         l + 1
         k2         l^2 / 2        l         l (d rho left out)
-        k3         e^-l - 1 + l   1 - e^-l  l
-    """
+        k3         e^-l - 1 + l   1 - e^-l  l"""
     log_pi = upcast(policy_log_probs)
     l = (log_pi - upcast(ref_log_probs)).detach().clamp(-LIMIT, LIMIT)
     if estimator == "k1":
-        value = l
-        slope = torch.ones_like(l) if rho is None else l + 1
+        value, slope = l, (torch.ones_like(l) if rho is None else l + 1)
     elif estimator == "k2":
-        value = l**2 / 2
-        slope = l
+        value, slope = l**2 / 2, l
     elif estimator == "k3":
-        value = torch.expm1(-l) + l
-        slope = -torch.expm1(-l) if rho is None else l
+        value, slope = torch.expm1(-l) + l, (-torch.expm1(-l) if rho is None else l)
     else:
         raise UserError(f"{estimator} is not one of k1, k2, k3")
     # The gradient is written out: autograd would overflow, or be 0 beyond the clamp. This zero has
@@ -637,8 +589,7 @@ def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", rho=N
     estimate = value + slope * zero
     return estimate if rho is None else rho * estimate
 
-# Name in the metadata of compute_loss: name in the log, how the tokens of a step are combined
-TOKEN_METRICS = {
+TOKEN_METRICS = {  # metadata of compute_loss: name in the log, how the tokens are combined
     "entropy": ("train/entropy", np.mean), "clip_fraction": ("train/clip_fraction", np.mean),
     "approx_kl": ("train/approx_kl", np.mean), "kl_penalty_mean": ("train/kl_penalty", np.mean),
     "logp_gap": ("rollout/logp_gap_mean", np.mean), "kl_mean": ("kl/mean", np.mean),
@@ -690,23 +641,17 @@ def adapt_kl_coef(state, kl, cfg):
         state.kl_factor = max(0.75 * state.kl_factor, 0.1)
 
 def refresh_reference(ref_model, policy, state):
-    """The policy becomes the reference, and the KL is 0 again."""
     ref_model.load_state_dict(policy.state_dict())
     state.ref_step = state.step
-    state.kl_smooth = 0.0
-    state.kl_was_high = False
+    state.kl_smooth, state.kl_was_high = 0.0, False  # the KL is 0 again
 
 # ---- 3. Sampler: turns, vLLM, the stand-in -------------------------------------------------------
-
 class Response:
-    """A response is filled turn by turn, then graded."""
-
     def __init__(self, problem, name=""):
         self.problem = copy.deepcopy(problem) | {"turns": []}  # reply() may keep its state in it
         self.name = name  # for the seed
         self.prompt_ids = problem["prompt_ids"]
-        # Of all tokens after the prompt, end tokens included; the log-probs are the sampler's.
-        # mask: did the model choose this token? Otherwise the environment did.
+        # Of all tokens after the prompt. mask: did the model choose it, or the environment?
         self.ids, self.log_probs, self.mask = [], [], []
         self.finished = None  # True: ended; False: cut off at max_tokens or max_turns
         self.reward = 0.0
@@ -720,23 +665,18 @@ class Response:
         self.mask += [is_chosen] * len(ids)
 
     def text(self):
-        """-> what the model wrote"""
-        turns = self.problem["turns"]
-        return "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
+        return "\n".join(x["content"] for x in self.problem["turns"] if x["role"] == "assistant")
 
 def rollout_with_vllm(llm, task, problems, n, seed):
     """-> n Responses to each problem, the same on any number of ranks"""
-    responses = []
-    for problem in problems:
-        for i in range(n):
-            responses.append(Response(problem, f"{seed}/{problem['problem_number']}/{i}"))
+    responses = [Response(problem, f"{seed}/{problem['problem_number']}/{i}")
+                 for problem in problems for i in range(n)]
     n_turns = task.cfg.max_turns if task.reply else 1
     for turn in range(1, n_turns + 1):
         active = [response for response in responses if response.finished is None]
         if not active:
             break
-        outputs = generate(llm, task, active)
-        for response, (ids, log_probs) in zip(active, outputs):
+        for response, (ids, log_probs) in zip(active, generate(llm, task, active)):
             play_turn(response, ids, log_probs, task, is_last=turn == n_turns)
     return responses
 
@@ -747,12 +687,10 @@ def play_turn(response, ids, log_probs, task, is_last):
     text = task.tokenizer.decode(ids[:-1] if is_message else ids)
     turns = response.problem["turns"]
     turns.append({"role": "assistant", "content": text})
-    if not is_message and not any(end in text for end in task.turn_ends):
-        response.finished = False  # cut off at max_tokens
-        return
-    said = task.reply(response.problem, text) if task.reply else None
+    is_cut_off = not (is_message or any(end in text for end in task.turn_ends))  # at max_tokens
+    said = task.reply(response.problem, text) if task.reply and not is_cut_off else None
     if said is None or is_last:
-        response.finished = said is None
+        response.finished = said is None and not is_cut_off
         return
     rendered = said
     if is_message:
@@ -791,27 +729,24 @@ def generate(llm, task, responses):
         # stop_ids has all tokens that end a response, so vLLM's own end token is ignored.
         params.append(SamplingParams(
             seed=response.seed(), max_tokens=task.cfg.max_tokens - len(response.ids),
-            temperature=task.cfg.temperature, logprobs=0, flat_logprobs=True,
-            stop_token_ids=task.stop_ids, ignore_eos=True, stop=list(task.turn_ends),
-            include_stop_str_in_output=True, detokenize=bool(task.turn_ends),
-            skip_special_tokens=False))
+            temperature=task.cfg.temperature, logprobs=0, flat_logprobs=True, ignore_eos=True,
+            stop_token_ids=task.stop_ids, stop=list(task.turn_ends), skip_special_tokens=False,
+            include_stop_str_in_output=True, detokenize=bool(task.turn_ends)))
     outputs = [request.outputs[0] for request in llm.generate(requests, params, use_tqdm=False)]
     return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
 
 def init_vllm(policy, tokenizer, cfg, turn_ends=()):
-    """-> vLLM; TorchSampler if vLLM is not installed or not wanted"""
+    llm = None
     try:
         if cfg.use_vllm:
             llm = start_vllm(policy, tokenizer, cfg, turn_ends)
-        else:
-            llm = TorchSampler(policy)
     except ImportError as error:
         print(f"!!! vLLM cannot be used here, torch samples: {error!s:.150}")
-        llm = TorchSampler(policy)
     except Exception as error:
         words = "Memory? Change --gpu_mem_util; or --use_vllm=False"
         raise UserError(f"vLLM cannot run this model: {error!r:.400}. {words}") from error
-    cfg.vllm_sleep = cfg.vllm_sleep and not isinstance(llm, TorchSampler)
+    cfg.vllm_sleep = cfg.vllm_sleep and llm is not None
+    llm = llm or TorchSampler(policy)
     load_policy_into_vllm_instance(policy, llm)
     gc.freeze()  # vLLM has made so many objects that looking through them again is slow
     if policy.device.type == "cuda":
@@ -822,7 +757,6 @@ def init_vllm(policy, tokenizer, cfg, turn_ends=()):
 def start_vllm(policy, tokenizer, cfg, turn_ends):
     print("starting vLLM ...")
     import vllm
-    from vllm.entrypoints.llm import LLM
     length = cfg.max_prompt_tokens + cfg.max_tokens
     if policy.device.type == "cuda":  # graphs of decoding steps only: they are captured in seconds
         options = {"dtype": "bfloat16", "gpu_memory_utilization": cfg.gpu_mem_util,
@@ -843,9 +777,9 @@ def start_vllm(policy, tokenizer, cfg, turn_ends):
         policy.model.config.architectures = [type(policy.model).__name__]
         policy.model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        return LLM(folder, **options, load_format="dummy", max_model_len=length,
-                  skip_tokenizer_init=not turn_ends, logprobs_mode="processed_logprobs",
-                  max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
+        return vllm.LLM(folder, **options, load_format="dummy", max_model_len=length,
+                        skip_tokenizer_init=not turn_ends, logprobs_mode="processed_logprobs",
+                        max_num_seqs=min(512, max(64, cfg.rollout_batch_size // WORLD)))
 
 @torch.no_grad()
 def load_policy_into_vllm_instance(policy, llm):
@@ -854,8 +788,7 @@ def load_policy_into_vllm_instance(policy, llm):
         llm.model.load_state_dict(dict(full_weights(policy)))
         return
     # In vLLM tied models have an output layer; Gemma 2 has none.
-    has_head = llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]
-    weights = checkpoint_weights(policy, has_head)
+    weights = checkpoint_weights(policy, llm.apply_model(lambda net: hasattr(net, "lm_head"))[0])
     if policy.device.type == "cuda":
         llm.apply_model(lambda model: bool(model.load_weights(weights)))
     else:  # the CPU backend repacks its weights
@@ -886,7 +819,6 @@ def check_agreement(metrics, microbatch_stats, state, device):
 
 class TorchSampler:
     """A copy of the model where there is no vLLM: right and repeatable, not fast"""
-
     def __init__(self, policy):
         self.model = AutoModelForCausalLM.from_config(
             copy.deepcopy(policy.model.config), attn_implementation="eager",
@@ -894,22 +826,17 @@ class TorchSampler:
 
     @torch.no_grad()
     def generate(self, task, responses):
-        """-> (new ids, log-probs) of each response"""
-        prompts = [response.prompt_ids + response.ids for response in responses]
-        width = max(map(len, prompts))
-        rows = [[-1] * (width - len(prompt)) + prompt for prompt in prompts]
-        ids = torch.tensor(rows, device=self.model.device)  # [B, W], padded on the left
-        mask = (ids >= 0).long()
-        ids = ids.clamp(min=0)
+        prompts = [torch.tensor(response.prompt_ids + response.ids) for response in responses]
+        ids = torch.nn.utils.rnn.pad_sequence(prompts, True, -1, "left").to(self.model.device)
+        mask, ids = (ids >= 0).long(), ids.clamp(min=0)  # [B, W], padded on the left
         # Each response has random numbers of its own, so it does not depend on the others.
-        draws = [np.random.default_rng(response.seed()).random(task.cfg.max_tokens)
-                 for response in responses]
-        draws = torch.tensor(np.array(draws), device=ids.device)  # [B, max_tokens]
+        draws = [np.random.default_rng(x.seed()).random(task.cfg.max_tokens) for x in responses]
+        draws = torch.tensor(np.array(draws), device=ids.device)[..., None]  # [B, max_tokens, 1]
         temperature = max(task.cfg.temperature, 1e-6)  # 0: greedy
         outputs = [([], []) for _ in prompts]
         active = set(range(len(prompts)))
         cache = None
-        for n_sampled in range(task.cfg.max_tokens):
+        for draw in draws.unbind(1):  # [B, 1]
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             output = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1)
@@ -917,8 +844,7 @@ class TorchSampler:
             log_probs = (output.logits[:, -1].float() / temperature).log_softmax(-1)
             # The first token whose cumulative probability exceeds the random number
             cdf = log_probs.double().exp().cumsum(-1)
-            draw = draws[:, n_sampled, None] * cdf[:, -1:]
-            ids = torch.searchsorted(cdf, draw, right=True)  # [B, 1]
+            ids = torch.searchsorted(cdf, draw * cdf[:, -1:], right=True)  # [B, 1]
             mask = F.pad(mask, (0, 1), value=1)
             tokens = ids[:, 0].tolist()
             chosen = log_probs.gather(1, ids)[:, 0].tolist()
@@ -927,16 +853,14 @@ class TorchSampler:
                 row_ids.append(tokens[row])
                 row_log_probs.append(chosen[row])
                 n_left = task.cfg.max_tokens - len(responses[row].ids) - len(row_ids)
-                tail = task.tokenizer.decode(row_ids[-32:]) if task.turn_ends else ""
-                is_turn_over = any(end in tail for end in task.turn_ends)
-                if n_left <= 0 or is_turn_over or row_ids[-1] in task.stop_ids:
+                has_end = any(end in task.tokenizer.decode(row_ids[-32:]) for end in task.turn_ends)
+                if n_left <= 0 or has_end or row_ids[-1] in task.stop_ids:
                     active.remove(row)
             if not active:
                 break
         return outputs
 
 # ---- 4. Policy: loading, memory, LoRA, sharding, log-probs ---------------------------------------
-
 def init_policy(model_id, longest_row=math.inf):
     """-> (policy, float32 in host memory; tokenizer). longest_row: in tokens"""
     try:
@@ -960,11 +884,10 @@ def choose_layout(policy, longest_row):
         attentions.remove("packed")
     if getattr(model.config, "attn_logit_softcapping", None):
         attentions = ["eager"]  # the others would ignore it
-    # Two rows of other lengths that share their first token
     ids = torch.arange(2, 66).view(2, 32) % model.config.vocab_size
-    ids[:, 0] = 1
+    ids[:, 0] = 1  # the rows share their first token
     labels = ids.clone()
-    labels[0, 20:] = -100
+    labels[0, 20:] = -100  # and differ in length
     model.set_attn_implementation("eager")
     wanted = get_response_log_probs(model, ids, labels)  # of the model's own output layer
     for attention in attentions:
@@ -977,8 +900,7 @@ def choose_layout(policy, longest_row):
 def plan_memory(policy, cfg, device):
     """Decide what is "auto" from the memory that is free beside vLLM's share."""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else (math.inf, 0)
-    free = min(gather(free))
-    room = (free - cfg.gpu_mem_util * total) / 2**30  # GiB
+    room = (min(gather(free)) - cfg.gpu_mem_util * total) / 2**30  # GiB
     size = policy.model.num_parameters() / WORLD / 2**30  # GiB if a parameter had one byte
     # Bytes per parameter: float32 weights, gradients and two moments of Adam are 16, weights in
     # bf16 are 2. With LoRA they are bf16 only, and there twice during a sync. KL: the reference
@@ -987,8 +909,7 @@ def plan_memory(policy, cfg, device):
     bytes_if_offloaded = 2 if cfg.lora_rank else 6
     # Besides, a microbatch of 20,480 tokens needs up to 8.5 GiB, one of 8,192 tokens 3.5 GiB.
     spare = room - bytes_on_gpu * size
-    if cfg.tokens_per_microbatch == 0:
-        cfg.tokens_per_microbatch = 8192 if spare < 8.5 else 20480
+    cfg.tokens_per_microbatch = cfg.tokens_per_microbatch or (8192 if spare < 8.5 else 20480)
     if cfg.offload == "auto":
         cfg.offload = spare < 3.5
         cfg.gradient_checkpointing |= cfg.offload
@@ -997,11 +918,9 @@ def plan_memory(policy, cfg, device):
     if cfg.offload or cfg.tokens_per_microbatch <= 8192:  # memory is short
         policy.logits_per_chunk = 2**26
     if cfg.offload:
-        print(f"{room:.1f} GiB beside vLLM: weights, optimizer in host memory, vllm_sleep="
-              f"{cfg.vllm_sleep}")
+        print(f"{room:.1f} GiB beside vLLM: offload to host memory, vllm_sleep={cfg.vllm_sleep}")
 
 def add_lora(policy, rank, seed):
-    """Freeze the weights; train adapters beside the linear layers."""
     from peft import LoraConfig, inject_adapter_in_model
     torch.manual_seed(seed)
     head = policy.model.get_output_embeddings()
@@ -1033,8 +952,7 @@ def compile_and_shard(policy, cfg, device):
             layer.forward = torch.compile(layer.forward, dynamic=True)
         # Not the checkpointing of transformers: it needs train(), with dropout and router noise.
         if cfg.gradient_checkpointing:
-            layer.forward = functools.partial(recompute_in_backward, layer.forward,
-                                              use_reentrant=False)
+            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
     if device == "cpu" and WORLD == 1:
         return
     # On one GPU, too, fully_shard keeps float32 weights for Adam and computes with bf16 copies.
@@ -1042,8 +960,7 @@ def compile_and_shard(policy, cfg, device):
     options = {"mesh": dist.init_device_mesh(device, (WORLD,)),
                "reshard_after_forward": is_reference or WORLD > 1 or cfg.vllm_sleep,
                "mp_policy": MixedPrecisionPolicy(policy.compute_dtype, reduce_dtype=torch.float32)}
-    if cfg.offload:
-        options["offload_policy"] = CPUOffloadPolicy()
+    options |= {"offload_policy": CPUOffloadPolicy()} if cfg.offload else {}
     for module in (*layers, policy):
         fully_shard(module, **options)
     for buffer in policy.buffers():
@@ -1074,12 +991,10 @@ def full_weights(policy):
 class Policy(torch.nn.Module):
     """A model that computes statistics of chosen tokens. fully_shard gathers the weights when
     forward() is called, so everything that touches them happens there."""
-
     def __init__(self, model, stop_ids=()):
         super().__init__()
-        self.model = model
+        self.model, self.stop_ids = model, stop_ids
         self.device = model.device  # where rows are computed; weights may be in host memory
-        self.stop_ids = stop_ids
         self.chunk_stats = chunk_stats  # or compiled
         self.logits_per_chunk = 2**28  # 1 GiB of float32
 
@@ -1101,8 +1016,7 @@ class Policy(torch.nn.Module):
         hidden = hidden.flatten(0, 1).index_select(0, predictors)  # [M, H]
         if targets is None:
             return hidden
-        states = [hidden]
-        heads = [output_layer(self.model, self.device)]
+        states, heads = [hidden], [output_layer(self.model, self.device)]
         if ref_model is not None:
             with torch.no_grad():
                 states.append(ref_model(inputs, predictors))
@@ -1112,10 +1026,8 @@ class Policy(torch.nn.Module):
         weight, *_ = heads[0]  # [V, H]
         n_chunks = len(hidden) * len(weight) // self.logits_per_chunk + 1
         columns = [tensor.tensor_split(n_chunks) for tensor in (targets, *states)]
-        chunks = []
-        for chunk in zip(*columns):
-            chunks.append(recompute_in_backward(
-                self.chunk_stats, heads, temperature, *chunk, use_reentrant=False))
+        chunks = [recompute(self.chunk_stats, heads, temperature, *chunk, use_reentrant=False)
+                  for chunk in zip(*columns)]
         return [torch.cat(values) for values in zip(*chunks)]
 
 def output_layer(model, device):
@@ -1123,8 +1035,7 @@ def output_layer(model, device):
     config = model.config
     layer = model.get_output_embeddings()
     bias = getattr(layer, "bias", None)
-    if bias is not None:
-        bias = unshard(bias.to(device))
+    bias = None if bias is None else unshard(bias.to(device))
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere, Granite, Falcon-H1
     scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
@@ -1136,8 +1047,7 @@ def chunk_stats(heads, temperature, targets, *states):
     for hidden, (weight, bias, scale, cap) in zip(states, heads):
         x = upcast(F.linear(hidden, weight, bias))  # [m, V]
         if cap:
-            x = torch.tanh(x * (scale / cap))
-            scale = cap
+            x, scale = torch.tanh(x * (scale / cap)), cap
         logits.append(x * (scale / temperature))
     return token_stats(logits[0], targets, *logits[1:])
 
@@ -1151,8 +1061,7 @@ def token_stats(logits, targets, ref_logits=None):
         entropy = norm[:, 0] - torch.where(probs > 0, probs * logits, 0).sum(-1)
     if ref_logits is None:
         return log_probs, entropy
-    log_pi = logits - norm
-    log_ref = ref_logits.log_softmax(-1)
+    log_pi, log_ref = logits - norm, ref_logits.log_softmax(-1)
     log_ratio = torch.where(probs > 0, log_pi - log_ref, 0).detach().clamp(-LIMIT, LIMIT)
     # Detached: its gradient would only add E[grad log pi], which is 0.
     exact_kl = (log_pi.exp() * log_ratio).sum(-1)
@@ -1165,19 +1074,15 @@ def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=No
         lay_out = pack if model.is_packed else pad
         stats = model(*lay_out(input_ids, labels, mask, model.device), temperature, ref_model)
     else:
-        ref_logits = None
-        if ref_model is not None:
-            ref_logits = upcast(ref_model(input_ids).logits[mask].detach()) / temperature
-        logits = upcast(model(input_ids).logits[mask]) / temperature
-        stats = token_stats(logits, labels[mask], ref_logits)
+        models = [model] if ref_model is None else [model, ref_model]
+        logits = [upcast(model(input_ids).logits[mask]) / temperature for model in models]
+        stats = token_stats(logits[0], labels[mask], *logits[1:])
     mask = to_device(mask, stats[0].device)
     return [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in stats]  # [M] -> [B, T]
 
 def get_response_log_probs(model, input_ids, labels, *, response_mask=None, temperature=1.0):
     """log pi(labels[b, t] | input_ids[b, :t + 1]) -> [B, T], 0 outside the mask"""
-    mask = labels >= 0
-    if response_mask is not None:
-        mask = mask & response_mask.bool()
+    mask = (labels >= 0) & (True if response_mask is None else response_mask.bool())
     return response_stats(model, input_ids, labels, mask, temperature)[0]
 
 def to_device(tensor, device):
@@ -1187,17 +1092,13 @@ def to_device(tensor, device):
     return tensor.to(device, non_blocking=True)
 
 # ---- 5. Packing (an optimization: skip it on a first reading) ------------------------------------
-
 def pack(input_ids, labels, mask, device):
     """Lay rows end to end; a prompt shared by neighbours only once. -> (model inputs,
     predictors [M]: slot before each target, targets [M]: response tokens)
-
         rows      P P a b | P P c | Q d
         ids       P P a b   c       Q d
-        slots     0 1 2 3   4       5 6        key_slots  0 1 2 3 | 0 1 4 | 5 6
-    """
-    ids, positions, predictors = [], [], []
-    key_slots = []  # of each row's tokens, the shared prompt included
+        slots     0 1 2 3   4       5 6        key_slots  0 1 2 3 | 0 1 4 | 5 6"""
+    ids, positions, predictors, key_slots = [], [], [], []
     n_keys, n_queries = [], []  # tokens of each row, and without the shared prompt
     prompt = None
     for row, is_target in zip(input_ids.tolist(), mask.cpu().numpy()):
@@ -1208,8 +1109,7 @@ def pack(input_ids, labels, mask, device):
         length = places[-1] + 1
         row_prompt = row[:places[0] + 1]  # all tokens before the first target
         if row_prompt != prompt:  # the first row of a group
-            prompt = row_prompt
-            prompt_slots = []
+            prompt, prompt_slots = row_prompt, []
         n_shared = len(prompt_slots)
         new_ids = row[n_shared:length]
         slots = prompt_slots + list(range(len(ids), len(ids) + len(new_ids)))
@@ -1234,9 +1134,7 @@ def pack(input_ids, labels, mask, device):
 def pad(input_ids, labels, mask, device):
     """-> as pack(). As every layer is causal, no mask is needed."""
     length = int(mask.any(0).nonzero().amax()) + 1 if mask.any() else 0
-    ids = input_ids[:, :length]
-    if length == 0:
-        ids = torch.zeros(1, 2, dtype=torch.long)  # a dummy, as in pack()
+    ids = input_ids[:, :length] if length else torch.zeros(1, 2, dtype=torch.long)  # or a dummy
     predictors = mask[:, :length].flatten().nonzero()[:, 0]
     ids, predictors, targets = (to_device(x, device) for x in (ids, predictors, labels[mask]))
     return {"input_ids": ids}, predictors, targets
@@ -1262,24 +1160,21 @@ def packed_attention(module, query, key, value, attention_mask, *, key_slots, qu
     q, k, v = (x[slots].transpose(1, 2) for x in (q, k, v))  # [R, heads, L, d]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2)[is_query][None], None
-
 AttentionInterface.register("packed", packed_attention)
 
 # ---- 6. Evaluation, log, checkpoints -------------------------------------------------------------
-
 def evaluate_model(llm, task, n=1):
     """-> (metrics, n Responses to each held-out problem). Seeds are the same every time."""
     responses = rollout_with_vllm(llm, task, this_ranks_part(task.held_out), n, "eval")
     grade(task, responses)
     responses = sum(gather(responses), [])
     rewards = np.array([response.reward for response in responses])
-    is_correct = rewards >= task.cfg.correct_reward
-    metrics = {"eval/accuracy": is_correct.mean(), "eval/mean_reward": rewards.mean()}
-    return metrics, responses
+    accuracy = (rewards >= task.cfg.correct_reward).mean()
+    return {"eval/accuracy": accuracy, "eval/mean_reward": rewards.mean()}, responses
 
 def evaluate_and_keep_best(policy, llm, task, log, state, rollout=()):
     """-> metrics of an evaluation. A model that is better than all before goes to best/. rollout:
-    the responses of this step; the best and the worst one of a group are shown."""
+    the responses of this step; the best and the worst one of a group are shown, too."""
     metrics, responses = evaluate_model(llm, task)
     if state.step == 0:
         state.first_accuracy = metrics["eval/accuracy"]
@@ -1290,6 +1185,18 @@ def evaluate_and_keep_best(policy, llm, task, log, state, rollout=()):
     log_eval(log, state, metrics, responses[:2] + group[-1:] + group[:1])
     return metrics
 
+def log_eval(log, state, metrics, responses):
+    """One response goes to the console, all of them to TensorBoard and samples.jsonl."""
+    print(f"  {responses[0].text()!r:.300} has reward {responses[0].reward:g}")
+    print(f"Step {state.step} | Held-out accuracy, sampled: {metrics['eval/accuracy']:.1%} (at "
+          f"step 0: {state.first_accuracy:.1%}) | Mean reward: {metrics['eval/mean_reward']:.3f}")
+    for i, response in enumerate(responses if IS_MAIN else []):
+        sample = {"step": state.step, "prompt": response.problem["rendered"],
+                  "turns": response.problem["turns"], "reward": response.reward}
+        log.append("samples.jsonl", sample)
+        text = html.escape(json.dumps(sample, indent=1, ensure_ascii=False))
+        log.writer.add_text(f"sample {i}", f"<pre>{text}</pre>", state.step)
+
 def synced_time():
     """Seconds, when the GPU has done what it was given"""
     if torch.cuda.is_initialized():
@@ -1297,25 +1204,22 @@ def synced_time():
     return time.perf_counter()
 
 def step_metrics(responses, microbatch_stats, group_size, kl_coef):
-    """-> {name: number} over all ranks"""
     rows = [(x.reward, sum(x.mask), not x.finished) for x in responses]
     rewards, lengths, truncated = np.array(sum(gather(rows), [])).T
-    spread = np.ptp(rewards.reshape(-1, group_size), axis=1)
-    metrics = {
-        "train/reward_mean": rewards.mean(), "train/frac_groups_zero_std": (spread == 0).mean(),
-        "train/truncated_frac": truncated.mean(), "train/avg_output_tokens": lengths.mean()}
+    is_flat = np.ptp(rewards.reshape(-1, group_size), axis=1) == 0
+    metrics = {"train/reward_mean": rewards.mean(), "train/frac_groups_zero_std": is_flat.mean(),
+               "train/truncated_frac": truncated.mean(), "train/avg_output_tokens": lengths.mean()}
     parts = [part for part in sum(gather(microbatch_stats), []) if part["n_tokens"]]
     weights = [part["n_tokens"] for part in parts]
     for key, (name, combine) in TOKEN_METRICS.items():
         if parts and (kl_coef or not name.startswith("kl/")):  # otherwise it was not computed
             values = [part[key] for part in parts]
             is_mean = combine is np.mean
-            metrics[name] = np.average(values, weights=weights) if is_mean else combine(values)
+            value = np.average(values, weights=weights) if is_mean else combine(values)
+            metrics[name] = float(value)
     return metrics
 
 class Log:
-    """The records of a run, written by rank 0"""
-
     def __init__(self, folder, settings, saved=None):
         self.folder = folder
         if not IS_MAIN:
@@ -1344,43 +1248,24 @@ class Log:
         self.writer.flush()
 
 def log_train(step, metrics, cfg):
-    """Print the line of a step."""
     minutes_left = min((cfg.n_grpo_steps - step) * metrics["time/step"] / 60,
                        (cfg.max_minutes or math.inf) - metrics["time/minutes"])
-    # In a step whose rewards are all equal no entropy is computed.
-    entropy = metrics.get("train/entropy", math.nan)
-    line = (f"Step {step} | Loss: {metrics['train/loss']:.4f} | "
-            f"Grad norm: {metrics['train/grad_norm']:.4f} | "
-            f"Reward mean: {metrics['train/reward_mean']:.3f} | Entropy: {entropy:.3} | "
-            f"Tokens: {metrics['train/avg_output_tokens']:.1f} | "
-            f"Cut off: {metrics['train/truncated_frac']:.1%} | "
-            f"rollout {metrics['time/rollout']:.2f} train {metrics['time/train']:.2f} "
-            f"sync {metrics['time/sync']:.2f} s | ETA {minutes_left:.1f} min")
+    entropy = metrics.get("train/entropy", math.nan)  # not computed if all rewards are equal
+    line = (f"Step {step} | Loss: {metrics['train/loss']:.4f} | Grad norm: "
+            f"{metrics['train/grad_norm']:.4f} | Reward mean: {metrics['train/reward_mean']:.3f} | "
+            f"Entropy: {entropy:.3} | Tokens: {metrics['train/avg_output_tokens']:.1f} | Cut off: "
+            f"{metrics['train/truncated_frac']:.1%} | rollout {metrics['time/rollout']:.2f} train "
+            f"{metrics['time/train']:.2f} sync {metrics['time/sync']:.2f} s | "
+            f"ETA {minutes_left:.1f} min")
     if "kl/mean" in metrics:
         line += f" | KL: {metrics['kl/mean']:.4f} | KL penalty: {metrics['train/kl_penalty']:.4f}"
     print(line)
-
-def log_eval(log, state, metrics, responses):
-    """One response goes to the console, all of them to TensorBoard and samples.jsonl."""
-    print(f"  {responses[0].text()!r:.300} has reward {responses[0].reward:g}")
-    print(f"Step {state.step} | Held-out accuracy, sampled: {metrics['eval/accuracy']:.1%} "
-          f"(at step 0: {state.first_accuracy:.1%}) | "
-          f"Mean reward: {metrics['eval/mean_reward']:.3f}")
-    if not IS_MAIN:
-        return
-    for i, response in enumerate(responses):
-        sample = {"step": state.step, "prompt": response.problem["rendered"],
-                  "turns": response.problem["turns"], "reward": response.reward}
-        log.append("samples.jsonl", sample)
-        text = html.escape(json.dumps(sample, indent=1, ensure_ascii=False))
-        log.writer.add_text(f"sample {i}", f"<pre>{text}</pre>", state.step)
 
 @contextlib.contextmanager
 def atomic_write(path):
     """Write to a temporary path that then becomes `path`. After a kill at any moment the old file
     or folder is whole, or the new one. (A folder cannot replace another in one rename.)"""
-    new = path.with_name(f"{path.name}.new")
-    old = path.with_name(f"{path.name}.old")
+    new, old = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
     try:
         shutil.rmtree(new, ignore_errors=True)
         yield new
@@ -1400,10 +1285,8 @@ def save_model(policy, tokenizer, folder):
     # As in training: every token may be sampled, and the same tokens end a response.
     shell.generation_config.update(do_sample=True, top_k=0, eos_token_id=policy.stop_ids or None)
     tied = "lm_head.weight" if config.tie_word_embeddings else None
-    weights = {}
-    for name, weight in full_weights(policy):  # on all ranks: it gathers
-        if IS_MAIN and name != tied:
-            weights[name] = weight.detach().to("cpu", policy.compute_dtype)
+    weights = {name: weight.detach().to("cpu", policy.compute_dtype)  # on all ranks: it gathers
+               for name, weight in full_weights(policy) if IS_MAIN and name != tied}
     if IS_MAIN:
         with atomic_write(folder) as temporary:
             shell.save_pretrained(temporary, state_dict=weights)
@@ -1414,8 +1297,6 @@ FULL_STATE = state_dicts.StateDictOptions(full_state_dict=True, cpu_offload=True
 TRAINED_STATE = dataclasses.replace(FULL_STATE, ignore_frozen_params=True, strict=False)
 
 class Checkpoint:
-    """What a resumed run needs, in one file"""
-
     def __init__(self, path, policy, optimizer, ref_model, state):
         self.path, self.state = path, state
         self.policy, self.optimizer, self.ref_model = policy, optimizer, ref_model
@@ -1447,8 +1328,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def saved_on_error(self):
-        """An error of reward_fn or reply must not lose the steps before it. (With several ranks
-        the others would wait for ever: all of them must save together.)"""
+        """reward_fn or reply may raise: keep earlier steps. (Several ranks must save together.)"""
         try:
             yield
         except Exception:
@@ -1472,12 +1352,10 @@ def read_checkpoint(cfg):
 def catch_signals():
     """Ctrl-C and SIGTERM end the run after its step, a second Ctrl-C at once."""
     received = []
-
     def handler(number, frame):
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print("\nstopping after this step, with a checkpoint; press Ctrl-C again to quit without")
-
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
     # Processes that reward_fn starts must still end when they are terminated.
@@ -1485,19 +1363,15 @@ def catch_signals():
     return received
 
 # ---- 7. Settings, task files, run folder ---------------------------------------------------------
-
-# What other trainers call some of the settings
-OTHER_NAMES = {
+OTHER_NAMES = {  # what other trainers call some of the settings
     "learning_rate": "lr", "beta": "kl_coef", "num_generations": "group_size", "n": "group_size",
     "max_completion_length": "max_tokens", "max_response_length": "max_tokens", "dataset": "task",
     "max_steps": "n_grpo_steps", "epsilon": "clip_range", "num_iterations": "inner_epochs",
     "batch_size": "rollout_batch_size", "model_name_or_path": "model_id", "output_dir": "out_dir"}
 
 def read_arguments(argv):
-    """["--lr=1e-5", "--group-size", "8", "--compile"] -> {"lr": "1e-5", "group_size": "8",
-    "compile": "True"}"""
-    given = {}
-    name = ""  # of a flag that a value may follow
+    """["--lr=1", "--n-eval", "8", "--compile"] -> {"lr": "1", "n_eval": "8", "compile": "True"}"""
+    given, name = {}, ""  # the name of a flag that a value may follow
     for word in argv:
         match = re.fullmatch(r"--([A-Za-z][\w-]*)(=.*)?", word, re.DOTALL)
         if match:
@@ -1510,15 +1384,13 @@ def read_arguments(argv):
     return given
 
 def read_settings(cfg, argv):
-    """Change cfg, which holds the values of the block in main(). What wins, from weakest to
-    strongest: the block, SETTINGS of the task file, the run that is resumed, what is typed.
-    -> what was typed"""
+    """Change cfg. -> what was typed. What wins, from weakest to strongest: the block in main(),
+    SETTINGS of the task file, the run that is resumed, what is typed."""
     typed = read_arguments(argv)
     override(cfg, typed)
     given = settings_of_run(cfg, typed) if cfg.resume else typed
     override(cfg, given)
-    task_settings = getattr(load_task_file(cfg.task), "SETTINGS", {})
-    for name, value in task_settings.items():
+    for name, value in getattr(load_task_file(cfg.task), "SETTINGS", {}).items():
         if name not in given:
             print(f"{cfg.task} sets {name}={value}")
             override(cfg, {name: value})
@@ -1526,10 +1398,7 @@ def read_settings(cfg, argv):
     return typed
 
 def settings_of_run(cfg, typed):
-    """-> the settings of the run to resume; what is typed wins"""
-    folder = Path(cfg.resume)
-    if cfg.resume == "latest":
-        folder = Path(cfg.out_dir, "latest")
+    folder = Path(cfg.out_dir, "latest") if cfg.resume == "latest" else Path(cfg.resume)
     if not (folder / "config.json").exists():
         raise UserError(f"no run to resume in {folder}")
     saved = json.loads((folder / "config.json").read_text())
@@ -1540,18 +1409,16 @@ def settings_of_run(cfg, typed):
 
 def override(cfg, given):
     """Set cfg from {name: text or value}. Each value gets the type of the default."""
-    flags = {"true": True, "false": False}
     for name, value in given.items():
         if name not in vars(cfg):
             near = difflib.get_close_matches(name, vars(cfg), 1) or ["--help"]
             right = OTHER_NAMES.get(name, near[0])
             raise UserError(f"there is no hyperparameter {name}: did you mean {right}?")
         default = getattr(cfg, name)
+        words = {"true": True, "false": False} | ({"auto": "auto"} if default == "auto" else {})
         try:
-            if default == "auto":
-                value = (flags | {"auto": "auto"})[str(value).lower()]
-            elif isinstance(default, bool):
-                value = flags[str(value).lower()]
+            if isinstance(default, bool) or default == "auto":
+                value = words[str(value).lower()]
             else:
                 value = type(default)(str(value))  # int("0.5") raises
             # A number is finite, and not negative unless its default is.
@@ -1566,8 +1433,7 @@ def check_settings(cfg, typed):
     counts = ("max_tokens", "n_minibatches", "inner_epochs", "n_grpo_steps", "n_eval", "max_turns",
               "rollout_batch_size")
     too_small = [name for name in counts if getattr(cfg, name) < 1]
-    out = Path(cfg.out_dir).absolute()
-    existing = next(folder for folder in (out, *out.parents) if folder.exists())
+    existing = next(x for x in Path(cfg.out_dir, "run").absolute().parents if x.exists())
     rules = {
         f"{', '.join(too_small)} must be at least 1": not too_small,
         "temperature must be above 0": cfg.temperature > 0,
@@ -1586,7 +1452,6 @@ def check_settings(cfg, typed):
         print("!!! plain k1 is no penalty: its mean gradient is 0")
 
 TASKS = Path(__file__).resolve().parent / "tasks"
-
 def load_task_file(name):
     """-> the module of "my_task.py", or of tasks/gsm8k.py for "gsm8k"; None for other names"""
     path = Path(name) if name.endswith(".py") else TASKS / f"{name}.py"
@@ -1604,9 +1469,8 @@ def import_file(path):
     return module
 
 def prepare(cfg):
-    """Call prepare() of the task file, which may download data. A model_id such as "tiny" may be
-    the name of a task file, too, whose prepare() makes the model."""
-    for name in (cfg.model_id, cfg.task):
+    """Call prepare() of the task file (it may download data) and of a model such as "tiny"."""
+    for name in (cfg.model_id, cfg.task, cfg.eval_task):
         task_file = load_task_file(name)
         if LOCAL_RANK == 0 and hasattr(task_file, "prepare"):
             task_file.prepare()
@@ -1646,9 +1510,8 @@ def complete_rows(name, rows, template):
             row_key(row)  # raises if a message lacks its role or content
             completed.append(row)
     except Exception as error:
-        number = len(completed) + 1
-        raise UserError(f"{name}, row {number}: {error!r:.200}. A row is an object with prompt (or "
-                        "the fields of --prompt) and answer") from error
+        raise UserError(f"{name}, row {len(completed) + 1}: {error!r:.200}. A row is an object "
+                        "with prompt (or the fields of --prompt) and answer") from error
     return completed
 
 def row_key(row):
@@ -1680,42 +1543,34 @@ def read_task(cfg):
 
 def make_run_folder(cfg, typed):
     """-> a new folder like out/0003_lr=1e-4, which is also out/latest"""
-    if not IS_MAIN:
-        return None
     out = Path(cfg.out_dir).absolute()
     words = [f"_{name}={value.rpartition('/')[2]}" for name, value in typed.items()]
     label = re.sub(r"(?a)[^\w=.+-]", "-", "".join(words))[:200]
     numbers = [int(path.name[:4]) for path in out.glob("[0-9][0-9][0-9][0-9]*")]
     folder = out / f"{max(numbers, default=0) + 1:04d}{label}"
     folder.mkdir(parents=True)
-    # What made this run: the script, and its task file
-    for file in (Path(__file__), Path(getattr(load_task_file(cfg.task), "__file__", __file__))):
-        shutil.copy(file, folder)
+    for file in {__file__, getattr(load_task_file(cfg.task), "__file__", __file__)}:
+        shutil.copy(file, folder)  # what made this run
     (folder / "latest").symlink_to(folder.name)
     (folder / "latest").replace(out / "latest")
     print(f"run folder: {folder}")
     return folder
 
 # ---- 8. Quick tests ------------------------------------------------------------------------------
-
-# Loss, one number that depends on each entry of the gradient, and the gradient's norm
-PUBLISHED = (
+PUBLISHED = (  # loss, one number that depends on each entry of the gradient, gradient's norm
     ("grpo", "k3", True, "loss", 0.32489, 0.35687, 0.70573),
     ("dapo", "k1", True, "loss", -0.51414, 0.03079, 0.08365),
     ("dapo", "k2", False, "loss", 0.07218, -0.04137, 0.23087),
     ("dapo", "k1", False, "reward", -0.28645, -0.01982, 0.09626),
-    ("dr_grpo", "exact", True, "loss", -0.02309, 0.00968, 0.06562),
-)
+    ("dr_grpo", "exact", True, "loss", -0.02309, 0.00968, 0.06562))
 
 def test_functions():
-    """The loss of a worked batch, compared with numbers of a plain formula. -> are they equal?"""
+    """-> does the loss of a worked batch have the published numbers, those of a plain formula?"""
     numbers = torch.arange(16.0).view(4, 4)
     table = (1.5 * torch.sin(numbers)).requires_grad_()  # logits of the next token for each token
     ref_table = table.detach() + 0.8 * torch.sin(3 * numbers)
-
     def make_model(logits):
         return lambda ids: SimpleNamespace(logits=logits[ids])
-
     tokens = torch.tensor([[0, 1, 2, 3], [0, 3, 1, 0], [2, 1, 0, 2], [2, 2, 3, 0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 0]])
     sampled = -torch.tensor([[1.0, 2.0, 0.5], [0.4, 1.5, 0.0], [4.0, 0.0, 1.1], [0.9, 1.6, 0.0]])
@@ -1728,19 +1583,17 @@ def test_functions():
             clip_range_high=0.28, temperature=0.7, kl_estimator=estimator, kl_in=kl_in,
             kl_importance_weight=is_weighted)
         gradient, table.grad = table.grad, None
-        got = torch.stack([loss, (gradient * torch.cos(numbers)).sum(), gradient.norm()])
+        got = torch.stack([loss, (gradient * torch.cos(numbers)).sum(), gradient.norm()]).double()
         if not got.isfinite().all():
             raise ArithmeticError("the loss or its gradient is not finite")
-        got = got.double().round(decimals=5).tolist()
-        rows.append((loss_type, estimator, is_weighted, kl_in, *got))
+        rows.append((loss_type, estimator, is_weighted, kl_in, *got.round(decimals=5).tolist()))
     got, wanted = (np.array([row[4:] for row in table]) for table in (rows, PUBLISHED))
-    is_published = bool(np.abs(got - wanted).max() < 2e-5)
-    if is_published:
+    if np.abs(got - wanted).max() < 2e-5:
         print("=== All Tests Passed! ===")
-    else:
-        print("!!! the loss is not the published one (fine if you changed it). PUBLISHED is now:",
-              *(f"{row}," for row in rows), sep="\n    ")
-    return is_published
+        return True
+    print("!!! the loss is not the published one (fine if you changed it). PUBLISHED is now:",
+          *(f"{row}," for row in rows), sep="\n    ")
+    return False
 
 def run(main):
     # Lines reach a pipe at once. A terminal may lack letters that a model writes.
@@ -1763,4 +1616,5 @@ def run(main):
     os._exit(code)
 
 if __name__ == "__main__":
+    sys.modules["starter"] = sys.modules["__main__"]  # what a task file imports from
     run(main)

@@ -143,7 +143,7 @@ BAD_TASKS = {
     "no such module": ("import no_such_module", "mine.py cannot be imported: ModuleNotFoundError"),
     "no Python": ("def rows(:", "mine.py cannot be imported: SyntaxError"),
     "no rows()": ("def row():\n    return []", "mine.py has no function rows()"),
-    "no row": ("def rows():\n    return []", "too few rows"),
+    "no row": ("def rows():\n    return []", "error: mine.py has "),
     "no dicts": ("def rows():\n    return [1]", "mine.py, row 1"),
     "no field": ("def rows():\n    return [{'prompt': 'a', 'answer': 1}, {'a': 1}]",
                  "mine.py, row 2: KeyError('question')"),
@@ -225,7 +225,8 @@ def test_a_resumed_run_and_sample_use_the_reward_and_replies_of_the_task_file(ru
             return [{"prompt": f"{i}+1=", "answer": 7} for i in range(20)]
 
         def reply(problem, text):
-            return None if len(problem["turns"]) > 1 else "!"
+            is_first = len(problem["turns"]) == 1
+            return "!" if is_first and text.endswith("</answer>") else None
         """, MINUS_LENGTH)
     folder = run_task("--task=mine.py", "--n_grpo_steps=1", "--max_tokens=40")
     assert script.run(tmp_path, "--resume=latest", "--n_grpo_steps=2") == 0, script.text()

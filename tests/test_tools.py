@@ -33,10 +33,6 @@ def test_sample_measures_the_model_of_a_run(run_folder, capsys):
     one, four, eight, greedy = (float(share) for _, share in shares)
     assert 0.05 < one < four < eight <= 1 and one < greedy and "assistant> <answer>" in text
     assert "8 responses to each of 20 held-out problems" in text
-    # The start of the run is not measured with the run's settings, unless they are given.
-    start = f"{run_folder.parent}/0001"
-    with pytest.raises(UserError, match="0001"):
-        sample.main([f"--model_id={start}"])
 
 
 def test_sample_talks(run_folder, monkeypatch, capsys):
