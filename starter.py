@@ -1076,7 +1076,7 @@ def response_stats(model, input_ids, labels, mask, temperature=1.0, ref_model=No
     else:
         models = [model] if ref_model is None else [model, ref_model]
         logits = [upcast(model(input_ids).logits[mask]) / temperature for model in models]
-        stats = token_stats(logits[0], labels[mask], *logits[1:])
+        stats = token_stats(logits[0], labels[mask], *(x.detach() for x in logits[1:]))
     mask = to_device(mask, stats[0].device)
     return [x.new_zeros(mask.shape).masked_scatter(mask, x) for x in stats]  # [M] -> [B, T]
 

@@ -2469,19 +2469,19 @@ def test_a_name_is_a_task_file_beside_starter():
     assert starter.load_task_file(f"{HERE}/tasks/tiny.py") is tiny, "imported once"
 
 
-def test_prepare_runs_for_the_model_and_the_task_on_the_first_rank(tmp_path, monkeypatch):
+def test_prepare_runs_for_the_model_and_the_tasks_on_the_first_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(starter, "TASKS", tmp_path)
     calls = []
     monkeypatch.setattr(sys.modules["builtins"], "note", calls.append, raising=False)
-    for name in ("model", "task"):
+    for name in ("model", "task", "eval"):
         (tmp_path / f"{name}.py").write_text(f"def prepare():\n    note('{name}')\n")
-    cfg = settings_of(model_id="model", task="task")
+    cfg = settings_of(model_id="model", task="task", eval_task="eval")
     starter.prepare(cfg)
-    assert sorted(calls) == ["model", "task"]
+    assert sorted(calls) == ["eval", "model", "task"]
     monkeypatch.setattr(starter, "LOCAL_RANK", 1)
     starter.prepare(cfg)
     starter.prepare(settings_of(model_id="no/model", task="none"))
-    assert len(calls) == 2
+    assert len(calls) == 3
 
 
 def test_run_folders_are_numbered_and_named_after_what_was_typed(tmp_path):
