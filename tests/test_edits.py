@@ -1,6 +1,6 @@
 """Each diff of edits/ applies with git, trains, and has its effect. So does a script that replaces
 a function."""
-import importlib.util, math, shutil, subprocess
+import importlib.util, math, re, shutil, subprocess
 
 import pytest
 import torch
@@ -45,15 +45,20 @@ def test_gspo_trains(run_edited):
     assert rows[1]["train/approx_kl"] > 0 and len(rows) == 3
 
 
+def load_copy(path):
+    """-> the module of a copy of starter.py"""
+    spec = importlib.util.spec_from_file_location("edited_starter", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    starter.AttentionInterface.register("packed", starter.packed_attention)  # not that of the copy
+    return module
+
+
 @pytest.fixture
 def gspo(tmp_path):
     """-> the edited module"""
     apply_edit("gspo", tmp_path)
-    spec = importlib.util.spec_from_file_location("gspo_starter", tmp_path / "starter.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    starter.AttentionInterface.register("packed", starter.packed_attention)  # not that of the copy
+    return load_copy(tmp_path / "starter.py")
 
 
 def test_gspo_uses_the_mean_ratio_of_the_response(gspo):
@@ -68,6 +73,19 @@ def test_gspo_leaves_the_kl_term_of_each_token_as_it_is(gspo):
     plain, edited = (module.compute_loss(torch.zeros(1), log_pi, torch.zeros(1, 2), 0.5,
                                          torch.ones(1, 2), 1.0)[0] for module in (starter, gspo))
     assert torch.equal(plain, edited)
+
+
+def test_leave_one_out_is_the_edit_that_the_readme_says(tmp_path):
+    """The baseline is the mean of the other responses (RLOO)."""
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "RLOO" in line)
+    function, old, new = re.match(r"\| in `(\w+)\(\)`, replace `(.+?)` by `(.+?)` \|", line).groups()
+    text = (ROOT / "starter.py").read_text()
+    assert text.count(old) == 1 and function == "group_advantages"
+    (tmp_path / "starter.py").write_text(text.replace(old, new))
+    changed = load_copy(tmp_path / "starter.py")
+    advantages = changed.group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.4]), 4, False)
+    wanted = [1 - 0.4 / 3, -1.4 / 3, -1.4 / 3, 0.4 - 1 / 3]
+    assert advantages.tolist() == pytest.approx(wanted)
 
 
 def test_a_script_may_replace_a_function(world, script, tmp_path):

@@ -9,10 +9,10 @@ import torch
 
 import sample
 import starter
-from conftest import (KL, ROOT, SMALL, assert_same_run, repeatable, rows_of, settings_in,
-                      small_run, write_script)
+from conftest import (KL, ROOT, SMALL, repeatable, rows_of, settings_in, small_run,
+                      write_script)
 from starter import UserError
-from test_starter import CHAT, make_policy, make_task, settings_of, tokenizer_with, write_rows
+from test_starter import CHAT, make_policy, make_task, settings_of, write_rows
 
 # ---- Task files ----------------------------------------------------------------------------------
 
@@ -84,8 +84,9 @@ def tasks_of_every_kind(tmp_path):
     for file in ("tasks/named.py", "file.py"):
         write_script(tmp_path / file, TEN_LINES)
     rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(20)]
-    for file in ("file.jsonl", "folder/train.jsonl", "folder/test.jsonl"):
-        write_rows(tmp_path / file, rows if "test" not in file else [{"prompt": "2+2=", "answer": 4}])
+    for file in ("file.jsonl", "folder/train.jsonl"):
+        write_rows(tmp_path / file, rows)
+    write_rows(tmp_path / "folder/test.jsonl", [{"prompt": "2+2=", "answer": 4}])
     return {"name": "named", "task file": "file.py", "JSONL file": "file.jsonl", "folder": "folder"}
 
 
@@ -235,18 +236,30 @@ def test_a_resumed_run_and_sample_use_the_reward_and_replies_of_the_task_file(ru
     assert re.search(r"mean reward -[0-9]", script.text()) and "environment> !" in script.text()
 
 
-def test_a_task_file_may_ask_a_server_for_the_reward(run_task, tmp_path):
-    path = write_script(tmp_path / "judge.py", """
-        import json, os, urllib.request
+def block_of_the_readme(words):
+    """-> the Python code in README.md that contains these words"""
+    blocks = re.findall("```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    block, = [block for block in blocks if words in block]
+    return block
 
-        def rows():
-            return [{"prompt": f"{i}+1="} for i in range(20)]
 
-        def reward_fn(text, row):
-            data = json.dumps({"response": text, "problem": row["rendered"]}).encode()
-            with urllib.request.urlopen(os.environ["JUDGE_URL"], data) as response:
-                return float(response.read())
+def test_the_task_file_of_the_readme_trains(run_task, tmp_path):
+    """Only the download has a stand-in, in a module beside the task file."""
+    write_script(tmp_path / "datasets.py", """
+        def load_dataset(path, name):
+            rows = [{"question": f"{i}+1", "answer": f"so\\n#### {i + 1}"} for i in range(30)]
+            return {"train": rows}
         """)
+    path = write_script(tmp_path / "my_task.py", block_of_the_readme("load_dataset"))
+    folder = run_task(f"--task={path}", "--prompt={question}=")
+    assert 0 < max(row["train/reward_mean"] for row in rows_of(folder)[1:]) <= 1
+    rewards = {sample["reward"] for sample in rows_of(folder, "samples.jsonl")}
+    assert rewards <= {0.0, 1.0}, "not 0.1, as of starter.py"
+
+
+def test_the_judge_of_the_readme_is_asked_for_every_reward(run_task, tmp_path):
+    write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}+1="} for i in range(20)])
+    path = write_script(tmp_path / "judge.py", block_of_the_readme("JUDGE_URL"))
     asked = []
 
     def judge(request):
@@ -318,7 +331,7 @@ def start_torch_sampler(policy):
 
 
 def play_games(llm, turn_ends):
-    """-> task, responses of games with as many turns as the answer says. A fourth is not allowed."""
+    """-> task, responses of games with as many turns as the answer says, of which 3 are allowed"""
     def reply(problem, text):
         is_over = len(problem["turns"]) >= 2 * int(problem["answer"]) - 1
         return None if is_over else f" {len(text)} letters"

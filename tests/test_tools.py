@@ -192,7 +192,8 @@ def test_the_benchmark_of_the_update_needs_no_sampler(tmp_path, restored_starter
     ("--steps=0", "at least 1"), ("--n_grpo_steps=5", "n_grpo_steps: set prompts"),
     ("--group_size=4", "group_size: set prompts"), ("--group=1", "at least 2"),
     ("--nonsense=3", "nonsense"), ("--new_tokens=x", "new_tokens=x"), ("--size=9b", "size must"),
-    ("--gpu_gib=24", "needs a GPU"), ("--peer=verl", "must be trl"), ("--temperature=0", "above 0")])
+    ("--gpu_gib=24", "needs a GPU"), ("--peer=verl", "must be trl"),
+    ("--temperature=0", "above 0")])
 def test_the_benchmark_refuses_bad_options_in_one_line(word, message, restored_starter,
                                                        monkeypatch):
     import bench

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import starter
-from conftest import KL, ROOT, rows_of, small_run
+from conftest import KL, ROOT, small_run
 from test_runs import LAST_LINES, check_run
 from test_starter import (eager_copy, gradient, ids_of, make_rows, plain_log_probs, randomize,
                           relative, rows_in, sample, settings_of, worst_gap)
@@ -47,9 +47,9 @@ def engine(started):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_of_vllm_are_those_of_the_model(engine, temperature):
     policy, llm = engine
-    assert worst_gap(policy, sample(llm, PROMPTS, temperature=temperature), temperature) < 1e-4
-    if temperature != 1.0:
-        assert worst_gap(policy, sample(llm, PROMPTS, temperature=temperature)) > 1e-4, "of this temperature"
+    responses = sample(llm, PROMPTS, temperature=temperature)
+    assert worst_gap(policy, responses, temperature) < 1e-4
+    assert (worst_gap(policy, responses, 1.0) < 1e-4) == (temperature == 1.0)
 
 
 def test_responses_end_at_a_stop_id_or_are_cut_off(engine):
@@ -71,7 +71,7 @@ def test_only_stop_ids_end_a_response_not_the_end_token_of_the_model(engine):
 def test_responses_repeat_and_depend_on_their_seed_only(engine):
     _, llm = engine
     first = sample(llm, PROMPTS)
-    assert [vars(response) for response in sample(llm, PROMPTS)] == [vars(response) for response in first]
+    assert [*map(vars, sample(llm, PROMPTS))] == [*map(vars, first)]
     for other in ({"seed": 43}, {"seed": "eval"}, {"first": 12}):
         assert ids_of(sample(llm, PROMPTS, **other)) != ids_of(first)
     # A second rank, which has the prompts after the first one, samples the same responses.
