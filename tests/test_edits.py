@@ -78,7 +78,8 @@ def test_gspo_leaves_the_kl_term_of_each_token_as_it_is(gspo):
 def test_leave_one_out_is_the_edit_that_the_readme_says(tmp_path):
     """The baseline is the mean of the other responses (RLOO)."""
     line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "RLOO" in line)
-    function, old, new = re.match(r"\| in `(\w+)\(\)`, replace `(.+?)` by `(.+?)` \|", line).groups()
+    row = r"\| in `(\w+)\(\)`, replace `(.+?)` by `(.+?)` \|"
+    function, old, new = re.match(row, line).groups()
     text = (ROOT / "starter.py").read_text()
     assert text.count(old) == 1 and function == "group_advantages"
     (tmp_path / "starter.py").write_text(text.replace(old, new))

@@ -152,5 +152,6 @@ def test_a_shell_sees_nothing_but_the_lines_of_the_script(world, tmp_path):
     assert run.stdout.startswith("=== All Tests Passed! ===\n")
     assert "starting vLLM ..." in run.stdout, run.stdout
     assert re.search(LAST_LINES, run.stdout), run.stdout
-    rows = check_run((tmp_path / "out" / "latest").resolve())
-    assert rows[1]["rollout/logp_gap_mean"] < 1e-4 and rows[3]["kl/mean"] > 0
+    max_gap = 0.05 if torch.cuda.is_available() else 1e-4  # in bf16 or float32
+    rows = check_run((tmp_path / "out" / "latest").resolve(), max_gap=max_gap)
+    assert "rollout/logp_gap_mean" in rows[1] and rows[3]["kl/mean"] > 0
