@@ -7,12 +7,17 @@ takes longer than a step of the GPU, so the GPU waits. This scheduler avoids mos
 Everything else goes vLLM's own way. Tokens and log-probs are the same as without this file.
 """
 import numpy as np
+import vllm
+
+VLLM_VERSION = "0.32.0"  # whose internals are used
+if vllm.__version__.split("+")[0] != VLLM_VERSION:
+    raise ImportError(f"rollout_scheduler.py is for vLLM {VLLM_VERSION}, not {vllm.__version__}")
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
-VLLM_VERSION = "0.32.0"  # its internals are used; compare with vllm.__version__.split("+")[0]
 STEPS = 32  # from one turn of vLLM's own code to the next
 
 class RolloutScheduler(AsyncScheduler):

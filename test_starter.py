@@ -61,10 +61,10 @@ def test_sizes():
     calls = [node for node in ast.walk(functions["main"]) if isinstance(node, ast.Call)]
     block = next(call for call in calls if getattr(call.func, "id", "") == "SimpleNamespace")
     budgets = {
-        "lines of code": (lines_of_code(path), 1300), "lines": (len(lines), 1620),
+        "lines of code": (lines_of_code(path), 1300), "lines": (len(lines), 1650),
         "columns": (max(map(len, lines)), 100),
         "lines before compute_loss": (functions["compute_loss"].lineno - 1, 599),
-        "hyperparameters": (len(block.keywords), 46)}
+        "hyperparameters": (len(block.keywords), 47)}
     for name in ("main", "train"):
         budgets[f"lines of {name}()"] = (
             functions[name].end_lineno - functions[name].lineno + 1, 120)
