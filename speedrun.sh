@@ -13,7 +13,7 @@ SECONDS=0
 python "$here/starter.py" --model_id="$model" --task=gsm8k --max_minutes=7 --n_grpo_steps=1000 \
     --eval_every=30 --n_eval=300 --save_every=0 --rollout_batch_size=512 --group_size=8 \
     --max_tokens=400 --max_prompt_tokens=400 --gpu_mem_util=0.3 --tokens_per_microbatch=10240 \
-    --lr=3e-6 --warmup_steps=5 --n_minibatches=2 --loss_type=dr_grpo --use_std_normalization=False \
+    --lr=3e-6 --warmup_steps=5 --n_minibatches=2 --loss_type=dr_grpo --advantage_scale=none \
     --gradient_checkpointing=False --compile=False "$@" --out_dir=out
 minutes=$(awk "BEGIN { printf \"%.1f\", $SECONDS / 60 }")
 python "$here/sample.py" --eval_task=gsm8k/test.jsonl --n_eval=1319 --n_samples=4 \

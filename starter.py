@@ -591,7 +591,8 @@ def upcast(tensor):
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", rho=None):
     """-> an estimate of KL(pi || ref) for each sampled token, or rho times it, where l = log pi -
     log ref is kept within +-LIMIT. rho = pi/old is a number without a gradient. The slope has its
-    gradient instead: d(rho value) = rho (value + slope) dlog pi, so the last column is value + slope.
+    gradient instead: d(rho value) = rho (value + slope) dlog pi. So the last column is
+    value + slope.
         estimator  value          slope     slope if weighted by rho
         k1         l              1         l + 1
         k2         l^2 / 2        l         l: without the gradient of rho it is that of the KL
@@ -1210,7 +1211,8 @@ def log_eval(log, state, metrics, responses):
     """One response goes to the console, all of them to TensorBoard and samples.jsonl."""
     print(f"  {responses[0].text()!r:.300} has reward {responses[0].reward:g}")
     print(f"Step {state.step} | Held-out accuracy, sampled: {metrics['eval/accuracy']:.1%}",
-          *(f"{name}: {value:.3f}" for name, value in metrics.items()), sep=" | ")
+          *(f"{name.removeprefix('eval/')}: {value:.3f}" for name, value in metrics.items()
+            if name != "eval/accuracy"), sep=" | ")
     tags = ("held-out/1", "held-out/2", "training/best of a group", "training/worst of a group")
     for tag, response in zip(tags, responses if IS_MAIN else ()):
         problem = response.problem
@@ -1430,7 +1432,7 @@ def settings_of_run(cfg, typed):
     for name in ("model_id", "lora_rank"):
         if name in typed and typed[name] != str(saved[name]):
             raise UserError(f"a resumed run keeps its {name} ({saved[name]}): start a new run")
-    del saved["version"]
+    saved.pop("version", None)
     return saved | typed | {"resume": str(folder.resolve())}
 
 def settings_of_model(cfg):
