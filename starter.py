@@ -621,7 +621,8 @@ def mean_stats(stats, mask):
     summary = dict.fromkeys(TOKEN_METRICS, 0.0) | {"n_tokens": int(mask.sum())}
     if summary["n_tokens"]:
         for name, values in stats.items():
-            _, combine = TOKEN_METRICS[name]
+            # What you add to the stats of compute_loss() is logged as a mean over tokens, too.
+            _, combine = TOKEN_METRICS.setdefault(name, (f"train/{name}", np.mean))
             summary[name] = float(combine(values[mask].double().numpy(force=True)))
     return summary
 
@@ -754,7 +755,7 @@ def generate(llm, task, responses):
             stop_token_ids=task.stop_ids, stop=list(task.turn_ends), skip_special_tokens=False,
             include_stop_str_in_output=True, detokenize=bool(task.turn_ends)))
     # On a terminal a progress bar, which disappears at the end
-    bar = functools.partial(tqdm, disable=not sys.stderr.isatty(), leave=False)
+    bar = sys.stderr.isatty() and functools.partial(tqdm, disable=False, leave=False)
     outputs = [request.outputs[0] for request in llm.generate(requests, params, use_tqdm=bar)]
     return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
 
