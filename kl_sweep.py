@@ -1,191 +1,231 @@
 """The measurements of KL.md: what the KL penalty does to the tiny model, and toys by enumeration.
 
-    python kl_sweep.py --toys         value and gradient of each KL term (seconds)
-    python kl_sweep.py                the table of appendix A (half an hour)
-    python kl_sweep.py --quick        a small version of it (minutes)
-    python kl_sweep.py --against="kl_coef 0.1"    differences from that run, of the last full sweep
-    python kl_sweep.py --figure       only assets/kl_estimators.png (seconds)
+    python kl_sweep.py --toys          value and gradient of each KL term (seconds)
+    python kl_sweep.py --hackable      a judge with a loophole: which penalty saves the run?
+    python kl_sweep.py --collapse      plain k1, and a sampler that is not the policy
+    python kl_sweep.py --minibatches   8 updates per rollout: KL in the loss and in the reward
 
-The warm start teaches Countdown and sums, GRPO trains Countdown alone. Finished runs are kept."""
+A run takes one core for one to three minutes, and --hackable has 90. --jobs=8 does eight at once,
+--seeds=1 is a quick look. Finished runs are kept in kl_runs.jsonl in --out_dir, so an interrupted
+sweep goes on. With --out_dir=assets these are the runs of KL.md.
+"""
 import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so small a model is as fast on a CPU
 import starter  # it answers --help before the slow imports
-import contextlib, functools, io, json, math, random, statistics, sys, zlib
+import contextlib, json, math, multiprocessing, shutil, statistics, sys
 from pathlib import Path
 from types import SimpleNamespace
-import matplotlib.figure
+from unittest import mock
 import torch
 
-matplotlib.rc("font", size=14)
-tiny = starter.load_task_file("tiny")
-SETTINGS = {
-    "max_tokens": 24, "max_prompt_tokens": 32, "rollout_batch_size": 128, "group_size": 8,
-    "lr": 4e-4, "use_vllm": False, "n_eval": 500, "eval_every": 0, "save_every": 0,
-    "reward_truncated": True, "use_kl_penalty": True, "kl_coef": 0.1}
-RUNS = {  # name in the table -> flags
-    "kl_coef 0": "--kl_coef=0", "kl_coef 0.01": "--kl_coef=0.01", "kl_coef 0.1": "--kl_coef=0.1",
-    "kl_coef 1": "--kl_coef=1", "exact": "--kl_estimator=exact",
-    "k1 in the reward": "--kl_estimator=k1 --kl_in=reward",
-    "k3, unweighted": "--kl_importance_weight=False",
-    "k1, unweighted": "--kl_estimator=k1 --kl_importance_weight=False"}
-MEASURED = {  # key of a result -> label, format
-    "accuracy": ("Countdown accuracy", ".1%"), "kl": ("KL to the start, per token", ".4f"),
-    "second_skill": ("accuracy on sums, not trained", ".1%")}
+# What the runs have in common. kl_coef=1e-9 only measures the KL.
+SETTINGS = ("--use_vllm=False --use_kl_penalty --kl_coef=1e-9 --eval_every=10 --n_eval=400 "
+            "--save_every=0")
+PLAIN = "--kl_importance_weight=False"
+K1_REWARD = "--kl_estimator=k1 --kl_in=reward"
+EXPERIMENTS = {  # all: settings of all runs; against: the run that others are compared with
+    "hackable": {"all": "--task=hackable --n_grpo_steps=60", "columns": ("judge", "truth", "kl"),
+                 "against": "rho·k3 0.3", "runs": {
+        "none": "",
+        **{f"rho·k3 {value}": f"--kl_coef={value}" for value in (0.03, 0.1, 0.3, 1, 3)},
+        "exact 0.3": "--kl_coef=0.3 --kl_estimator=exact",
+        "k1 in the reward 0.3": f"--kl_coef=0.3 {K1_REWARD}",
+        "plain k1 0.3": f"--kl_coef=0.3 --kl_estimator=k1 {PLAIN}",
+        "plain k3 0.3": f"--kl_coef=0.3 {PLAIN}",
+        "target_kl 0.1": "--kl_coef=0.1 --target_kl=0.1",
+        **{f"not divided by std, {value}": f"--kl_coef={value} --advantage_scale=none"
+           for value in (0.04, 0.12, 0.4)},
+        "honest, none": "--task=tiny",
+        "honest, rho·k3 0.1": "--task=tiny --kl_coef=0.1",
+        "honest, rho·k3 0.3": "--task=tiny --kl_coef=0.3",
+        "honest, target_kl 0.1": "--task=tiny --kl_coef=0.1 --target_kl=0.1"}},
+    "collapse": {"all": "--task=tiny --n_grpo_steps=40", "columns": ("truth", "entropy"),
+                 "against": "none", "runs": {
+        "none": "",
+        "plain k1 0.3": f"--kl_coef=0.3 --kl_estimator=k1 {PLAIN}",
+        "rho·k3 0.3": "--kl_coef=0.3",
+        "plain k1 0.3, sampler = policy": f"--kl_coef=0.3 --kl_estimator=k1 {PLAIN}"}},
+    "minibatches": {"all": "--task=tiny --n_grpo_steps=60 --n_minibatches=4 --inner_epochs=2",
+                    "columns": ("truth", "kl"), "against": "rho·k3 0.1", "runs": {
+        "none": "",
+        "rho·k3 0.1": "--kl_coef=0.1",
+        "k1 in the reward 0.1": f"--kl_coef=0.1 {K1_REWARD}",
+        "rho·k3 0.3": "--kl_coef=0.3",
+        "k1 in the reward 0.3": f"--kl_coef=0.3 {K1_REWARD}"}}}
+COLUMNS = {  # name in a result -> metric, heading of the table, factor, digits
+    "judge": ("eval/accuracy", "judge likes, %", 100, 1),
+    "truth": ("eval/true_accuracy", "truly right, %", 100, 1),
+    "kl": ("kl/mean", "kl/mean", 1, 3), "entropy": ("train/entropy", "entropy", 1, 2)}
 STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 1 to 10 seeds
 
 
 def main():
-    options = SimpleNamespace(toys=False, figure=False, against="", quick=False, seeds=5, steps=60,
-                              warm_start_steps=300, out_dir="out_kl_sweep")
-    given = starter.read_arguments(sys.argv[1:])
-    if "quick" in given:
-        vars(options).update(seeds=1, steps=15, warm_start_steps=150, out_dir="out_kl_sweep_quick")
-    starter.override(options, given)
+    options = SimpleNamespace(toys=False, hackable=False, collapse=False, minibatches=False,
+                              seeds=5, jobs=2, out_dir="out_kl_sweep")
+    starter.override(options, starter.read_arguments(sys.argv[1:]))
+    chosen = [name for name in EXPERIMENTS if getattr(options, name)]
     if options.toys:
         one_token_toy()
         three_token_toy()
-    elif options.figure:
-        draw_estimators("assets/kl_estimators.png")
-    elif options.against:
-        results = json.loads(Path("assets/kl_sweep.json").read_text())
-        if options.against not in results:
-            raise starter.UserError(f"--against: one of {'; '.join(results)}")
-        print(make_table(results, f"against {options.against}, within a seed", options.against))
+    elif chosen:
+        sweep(chosen, options)
     else:
-        sweep(options)
+        raise starter.UserError("choose --toys, --" + ", --".join(EXPERIMENTS))
 
 
-def sweep(options):
-    starter.reward_fn = reward_fn
-    names = ("kl_coef 0", "kl_coef 0.1", "k1, unweighted") if options.quick else tuple(RUNS)
-    results = {name: [] for name in ("start", *names)}
-    for seed in range(1, options.seeds + 1):
-        start = Path(options.out_dir, f"seed{seed}-warm{options.warm_start_steps}")
-        if not start.exists():
-            make_start(start, seed, options.warm_start_steps)
-        results["start"].append(measure(start, start))
-        for name in names:
-            results[name].append(run(name, start, seed, options.steps))
-    text = make_table(results, f"run ({options.seeds} seeds, {options.steps} steps)")
-    assets = Path("assets" if options.out_dir == "out_kl_sweep" else options.out_dir)
-    (assets / "kl_sweep.md").write_text(text)
-    (assets / "kl_sweep.json").write_text(json.dumps(results, indent=1))
-    draw(results, assets / "kl_sweep.png")
-    print(f"{text}\nwritten: {assets}/kl_sweep.md, .json, .png")
+def sweep(chosen, options):
+    """Do the runs that have no result yet, then print the tables and draw the figures."""
+    folder = Path(options.out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "kl_runs.jsonl", "a+") as file:
+        file.seek(0)
+        results = {tuple(job): result for job, result in map(json.loads, file)}
+        # All runs of a seed come before the next seed, so an interrupted sweep has whole seeds.
+        jobs = [(experiment, name, seed) for seed in range(1, options.seeds + 1)
+                for experiment in chosen for name in EXPERIMENTS[experiment]["runs"]]
+        todo = [(job, folder) for job in jobs if job not in results]
+        if todo:
+            starter.load_task_file("tiny").prepare()
+            os.environ["OMP_NUM_THREADS"] = "1"  # of each process
+            context = multiprocessing.get_context("spawn")
+            with context.Pool(options.jobs, maxtasksperchild=1) as pool:
+                for job, result in pool.imap_unordered(run, todo):
+                    results[job] = result
+                    print(json.dumps([job, result]), file=file, flush=True)
+                    print(f"{len(results)} runs are finished, the last is {job}")
+    for experiment in chosen:
+        settings = EXPERIMENTS[experiment]
+        runs = {name: [results[job] for job in jobs if job[:2] == (experiment, name)]
+                for name in settings["runs"]}
+        print(f"\n{make_table(runs, settings['columns'], settings['against'])}")
+        draw = {"hackable": draw_hackable, "collapse": draw_collapse}.get(experiment)
+        if draw:
+            draw(runs, folder / f"kl_{experiment}.png")
 
 
-def make_start(folder, seed, steps):
-    """Write the warm-started model, and the problems of both skills as JSONL files."""
-    tiny.write_model(folder, functools.partial(both_skills, seed), steps, seed=seed)
-    training, test = tiny.countdown.make_rows(seed, **tiny.PROBLEMS)
-    sums = [second_skill("test", index) for index in range(300)]
-    for name, rows in {"train": training, "test": test, "sums": sums}.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+def run(job_and_folder):
+    """In a process of its own: train, keep some metrics, delete the rest. -> job, result"""
+    job, folder = job_and_folder
+    experiment, name, seed = job
+    settings = EXPERIMENTS[experiment]
+    if experiment == "collapse" and "sampler = policy" not in name:
+        starter.TorchSampler.generate = generate_narrowly
+    sys.modules["torch.utils.tensorboard"] = mock.Mock()  # its files would be deleted below
+    folder /= f"{experiment} {name} {seed}"
+    # A setting that is given twice has its last value.
+    words = f"{SETTINGS} {settings['all']} {settings['runs'][name]} --seed={seed}".split()
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        starter.main([*words, f"--out_dir={folder}"])
+    rows = [json.loads(line) for line in open(folder / "latest" / "metrics.jsonl")]
+    shutil.rmtree(folder)
+    # judge and truth: at these steps; kl and entropy: at every step from 1 on
+    result = {"steps": [row["step"] for row in rows if "eval/accuracy" in row],
+              "kl_coef": rows[-1]["train/kl_coef"]}
+    for key, (metric, *_) in COLUMNS.items():
+        result[key] = [round(row[metric], 4) for row in rows if metric in row]
+    result["truth"] = result["truth"] or result["judge"]  # the same with an honest reward
+    return job, result
 
 
-def both_skills(seed, step):
-    """-> [(prompt, response), ...] for a step of the warm start"""
-    sums = [second_skill(seed, step * 64 + i) for i in range(64)]
-    return tiny.countdown_examples(step, 96) + [
-        (row["prompt"], f"<answer>{row['answer']}</answer>") for row in sums]
+original_generate = starter.TorchSampler.generate
 
 
-def second_skill(seed, index):
-    """Add up three numbers. A hash of the numbers decides which are for testing."""
-    rng = random.Random(f"sum/{seed}/{index}")
-    while True:
-        numbers = [rng.randint(1, 20) for _ in range(3)]
-        if (zlib.crc32(str(sorted(numbers)).encode()) % 5 == 0) == (seed == "test"):
-            return {"prompt": f"sum {' '.join(map(str, numbers))}:", "answer": str(sum(numbers))}
+def generate_narrowly(sampler, task, responses):
+    """Sample at temperature 0.8 and top-p 0.9, but return the log-probs at temperature 1, as a
+    trainer does that scores the responses itself and takes this for what the sampler did. So the
+    loss scores at temperature 1, and its weight for the sampler's log-probs is 1."""
+    plain = []  # log-probs [B, V] for each token of the responses
+
+    def narrow(model, inputs, output):
+        logits = output.logits[:, -1].float()  # [B, V]
+        plain.append(logits.log_softmax(-1))
+        probs, order = (logits / 0.8).softmax(-1).sort(descending=True)
+        # A token is kept if those before it have less than 0.9 in all.
+        is_kept = probs.cumsum(-1) - probs < 0.9
+        is_kept = torch.zeros_like(is_kept).scatter(1, order, is_kept)
+        output.logits = torch.where(is_kept, logits / 0.8, -torch.inf)[:, None]
+
+    hook = sampler.model.register_forward_hook(narrow)
+    outputs = original_generate(sampler, task, responses)
+    hook.remove()
+    return [(ids, [plain[t][row, token].item() for t, token in enumerate(ids)])
+            for row, (ids, _) in enumerate(outputs)]
 
 
-original_reward_fn = starter.reward_fn
+# ---- tables and figures --------------------------------------------------------------------------
 
-
-def reward_fn(text, row):
-    """That of starter.py for the sums, which have an answer, otherwise that of Countdown"""
-    if "answer" in row:
-        return original_reward_fn(text, row)
-    return tiny.reward_fn(text, row)
-
-
-def flags(settings):
-    """{"lr": 1e-5} -> ["--lr=1e-05"]"""
-    return [f"--{name}={value}" for name, value in settings.items()]
-
-
-def run(name, start, seed, steps):
-    """Train, measure -> the result, which is also kept in the folder of the run"""
-    folder = start.parent / f"{name}-{steps}steps-{start.name}".replace(" ", "_")
-    done = folder / "result.json"
-    if done.exists():
-        return json.loads(done.read_text())
-    settings = SETTINGS | {
-        "model_id": str(start), "task": f"{start}/train.jsonl", "eval_task": f"{start}/test.jsonl",
-        "out_dir": str(folder), "n_grpo_steps": steps, "seed": seed}
-    with contextlib.redirect_stdout(io.StringIO()):
-        starter.main(flags(settings) + RUNS[name].split())
-    last_row = (folder / "latest" / "metrics.jsonl").read_text().splitlines()[-1]
-    if json.loads(last_row)["step"] < steps:
-        raise KeyboardInterrupt  # Ctrl-C ended it early
-    result = measure(folder / "latest" / "model", start)
-    done.write_text(json.dumps(result))
-    print(f"{name}, {start.name}: {result}")
-    return result
-
-
-@torch.no_grad()
-def measure(folder, start):
-    """-> accuracy on Countdown, exact KL to the start per token, accuracy of the second skill"""
-    policy, tokenizer = starter.init_policy(str(folder))
-    reference, _ = starter.init_policy(str(start))
-    settings = SETTINGS | {"model_id": folder, "task": start / "train.jsonl"}
-    cfg = starter.main(flags(settings), only_settings=True)
-    sampler = starter.init_vllm(policy, tokenizer, cfg)
-    accuracies = {}
-    for name, cfg.temperature in {"sums": 0.0, "test": 1.0}.items():
-        cfg.eval_task = str(start / f"{name}.jsonl")
-        with contextlib.redirect_stdout(io.StringIO()):
-            task = starter.Task(cfg)
-            task.encode(tokenizer, policy.stop_ids)
-        metrics, responses = starter.evaluate_model(sampler, task)
-        accuracies[name] = metrics["eval/accuracy"].item()
-    batch = starter.make_batch(responses)  # of Countdown
-    mask = batch.response_mask
-    kl = starter.response_stats(policy, batch.input_ids, batch.labels, mask, 1.0, reference)[3]
-    return {"accuracy": accuracies["test"], "kl": kl[mask].mean().item(),
-            "second_skill": accuracies["sums"]}
-
-
-def interval(results, name, key, other=""):
-    """-> mean over the seeds, half width of its 95 % interval. other: a run to subtract, by seed"""
-    values = [row[key] for row in results[name]]
-    if other:
-        values = [value - row[key] for value, row in zip(values, results[other])]
+def interval(values):
+    """-> mean, half width of its 95 % interval"""
     error = statistics.stdev(values) / len(values)**0.5 if len(values) > 1 else math.nan
     return statistics.mean(values), STUDENT_T[min(len(values), 10) - 1] * error
 
 
-def make_table(results, title, other=""):
-    labels = [label for label, _ in MEASURED.values()]
-    text = f"| {title} | {' | '.join(labels)} |\n|---|---|---|---|\n"
-    sign = "+" if other else ""
-    for name in results:
-        text += f"| {name} |"
-        for key, (_, form) in MEASURED.items():
-            mean, half = interval(results, name, key, other)
-            text += f" {mean:{sign}{form}} ± {half:{form}} |"
-        text += "\n"
-    return text
+def make_table(runs, columns, against):
+    """At the end of the runs: means and 95 % intervals over the seeds. difference: of the truth,
+    seed by seed, from the run `against`, or from "honest, none"."""
+    headings = [COLUMNS[key][1] for key in columns] + ["difference"]
+    lines = [f"{len(runs['none'])} seeds".ljust(30) + "".join(f"{x:>16}" for x in headings)]
+    for name, seeds in runs.items():
+        line = f"{name:<30}"
+        for key in columns:
+            _, _, factor, digits = COLUMNS[key]
+            mean, half = interval([factor * result[key][-1] for result in seeds])
+            line += f"{mean:.{digits}f} ± {half:.{digits}f}".rjust(16)
+        base = "honest, none" if name.startswith("honest") else against
+        if name != base:
+            mean, half = interval([100 * (result["truth"][-1] - other["truth"][-1])
+                                   for result, other in zip(seeds, runs[base])])
+            line += f"{mean:+.1f} ± {half:.1f}".rjust(16)
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def draw(results, path):
-    figure = matplotlib.figure.Figure(figsize=(12, 4.5), layout="tight")
-    for panel, key in zip(figure.subplots(1, 3, sharey=True), MEASURED):
-        means, halves = zip(*(interval(results, name, key) for name in results))
-        panel.barh(list(results), means, xerr=halves, capsize=4, color="C0", alpha=0.6)
-        panel.set_xlabel(MEASURED[key][0])
-    panel.invert_yaxis()  # of all panels
+def new_figure(width, height):
+    import matplotlib.figure  # here, since only figures need it
+    matplotlib.rc("font", size=14)
+    return matplotlib.figure.Figure(figsize=(width, height), layout="tight")
+
+
+def draw_curves(panel, seeds, key, label, **style):
+    """A thin line for each seed, a thick one for the mean"""
+    curves = [[COLUMNS[key][2] * value for value in result[key]] for result in seeds]
+    steps = range(1, len(curves[0]) + 1) if key == "entropy" else seeds[0]["steps"]
+    for curve in curves:
+        panel.plot(steps, curve, lw=0.6, **style)
+    panel.plot(steps, [statistics.mean(column) for column in zip(*curves)], lw=3, label=label,
+               **style)
+
+
+def draw_hackable(runs, path):
+    figure = new_figure(13, 5)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name, words, color in (("none", "no penalty", "C3"), ("rho·k3 0.3", "kl_coef 0.3", "C0")):
+        draw_curves(left, runs[name], "judge", f"judge likes, {words}", color=color, ls="--")
+        draw_curves(left, runs[name], "truth", f"truly right, {words}", color=color)
+    names = [name for name in runs if name == "none" or name.startswith("rho")]
+    for key, label, style in ("judge", "judge likes", "C7--"), ("truth", "truly right", "C0-"):
+        means, halves = zip(*(interval([100 * result[key][-1] for result in runs[name]])
+                              for name in names))
+        right.errorbar(range(len(names)), means, halves, fmt=f"o{style}", capsize=4, label=label)
+    right.axhline(100 * runs["none"][0]["truth"][0], color="k", ls=":", label="right at the start")
+    left.set(xlabel="step", ylabel="% of the answers to held-out problems", ylim=(0, 100))
+    right.set_xticks(range(len(names)), ["0", *(name.split()[1] for name in names[1:])])
+    right.set_xlabel("kl_coef, after the last step")
+    for panel in (left, right):
+        panel.legend(fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def draw_collapse(runs, path):
+    figure = new_figure(13, 5)
+    left, right = figure.subplots(1, 2)
+    for (name, seeds), color in zip(runs.items(), ("C7", "C3", "C0", "C1")):
+        draw_curves(left, seeds, "entropy", name, color=color)
+        draw_curves(right, seeds, "truth", name, color=color)
+    left.axhline(math.log(260), color="k", ls=":")
+    left.set(xlabel="step", ylabel="entropy, nats (dotted: its maximum, ln 260)", ylim=(0, 6))
+    right.set(xlabel="step", ylabel="% of the answers to held-out problems", ylim=(0, 100))
+    right.legend(fontsize=11, loc="upper right")
     figure.savefig(path, dpi=110)
 
 
@@ -194,7 +234,6 @@ def one_token_toy():
     sampled word, of the trainer's own loss. The gradient is that of the first word's logit."""
     pi, ref, older = torch.tensor([[.6, .3, .1], [.3, .3, .4], [.4, .3, .3]], dtype=torch.float64)
     terms = {"k1": ("k1", False), "k2": ("k2", False), "k3 (GRPO's paper)": ("k3", False),
-             "rho·k1": ("k1", True), "rho·k2": ("k2", True),
              "rho·k3 (default)": ("k3", True), "exact": ("exact", True)}
     print(" " * 19, "on-policy                             off-policy")
     print(" " * 21, "value  gradient        that of        value  gradient        that of")
@@ -224,7 +263,7 @@ def three_token_toy():
     """Print how far the gradient of a KL term is from that of the KL of the whole response: all
     responses of three tokens over three words, medians over 60 random policies."""
     print("\nKL(pi‖ref)  KL(old‖pi)  error of rho·k3 in the loss  of k1 in the reward")
-    for distance, shift in ((.1, 0), (.3, 0), (.5, 0), (1, 0), (.5, .1), (.5, .2), (.5, .3)):
+    for distance, shift in ((.3, 0), (.5, 0), (1, 0), (.5, .1), (.5, .3), (.5, 1), (.5, 1.5)):
         rows = [errors_of_gradients(distance, shift, seed) for seed in range(60)]
         medians = [statistics.median(column) for column in zip(*rows)]
         print("{:10.4f}  {:10.4f}  {:27.1%}  {:19.1%}".format(*medians))
@@ -254,31 +293,6 @@ def errors_of_gradients(distance, shift, seed):
         got, = torch.autograd.grad(mean, logits, retain_graph=True)
         results.append(((got - wanted).norm() / wanted.norm()).item())
     return results
-
-
-def draw_estimators(path):
-    figure = matplotlib.figure.Figure(figsize=(11, 6), layout="tight")
-    left, right = figure.subplots(1, 2)
-    log_pi = torch.linspace(-100, 40, 14001, requires_grad=True)
-    k3 = torch.exp(-log_pi) - 1 + log_pi
-    rho = (log_pi - log_pi.detach()).exp()  # the importance weight pi/old on-policy: 1
-    for color, width, label, estimator, weight, usual in (
-            ("C3", 7, "k3 × importance weight", "k3", rho.detach(), rho * k3),
-            ("C2", 3, "k3", "k3", None, k3),
-            ("C1", 3, "k2", "k2", None, log_pi**2 / 2),
-            ("C0", 3, "k1", "k1", None, log_pi)):
-        ours = starter.compute_kl_divergence(log_pi, 0 * log_pi, estimator, weight)
-        for value, style in (ours, {"lw": width, "label": label}), (usual, {"ls": "--"}):
-            slope, = torch.autograd.grad(value.sum(), log_pi, retain_graph=True)
-            left.plot(log_pi.detach(), value.detach(), color, **style)
-            right.plot(log_pi.detach(), slope, color, **style)
-    right.plot([], "k", lw=3, label="here: clamped at ±20")
-    right.plot([], "k--", label="plain autograd, float32")
-    left.set(yscale="symlog", ylim=(-1e3, 1e12), yticks=(-100, 1, 1e4, 1e8, 1e12), title="value")
-    right.set(ylim=(-45, 65), title="slope (factor on grad log policy)")
-    right.legend(fontsize=12, loc="upper left")
-    figure.supxlabel("log policy − log reference of a token, nats")
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
