@@ -119,16 +119,16 @@ def main(argv=None, only_settings=False):
         tokens_per_microbatch=0,  # 0: 20480, or 8192 on a small GPU
         # loss
         policy_loss="ppo",  # or "cispo", "dppo", "gspo": see compute_loss()
-        clip_range=0.2,
+        clip_range=0.2,  # of the ratio; gspo: about 3e-4; dppo: of the probability
         clip_range_high=0.0,  # upper limit (DAPO: 0.28); 0: clip_range
         loss_type="grpo",  # mean per response; "dr_grpo": sum / max_tokens; "dapo": mean per token
-        advantage_scale="std",  # divide by the group's deviation; "none" (Dr. GRPO); "mean" (MaxRL)
+        advantage_scale="std",  # of rewards in a group; or "none"; "mean" (MaxRL, rewards 0 or 1)
         # KL penalty towards the starting model (KL.md)
         use_kl_penalty=False,
-        kl_coef=0.005 if has_gpu else 0.1,  # about 1 / tokens of a response
+        kl_coef=0.005 if has_gpu else 0.1,  # 0.5 / (tokens of a response x deviation of rewards)
         kl_estimator="k3",  # or "k1", "k2", "exact" (over the vocabulary)
         kl_importance_weight=True,  # False: the plain formula (KL.md)
-        kl_in="loss",  # or "reward", with k1
+        kl_in="loss",  # or "reward", with k1: the KL of the whole response
         kl_warmup_steps=0,  # kl_coef rises linearly
         target_kl=0.0,  # nats per token; above 0: kl_coef is adapted to reach it
         ref_update_every=0,  # steps until the policy becomes the new reference; 0: never
@@ -156,9 +156,8 @@ def main(argv=None, only_settings=False):
     plan_memory(policy, cfg, device)
     if cfg.lora_rank:
         add_lora(policy, cfg.lora_rank, cfg.seed)
-    kl_coef = cfg.kl_coef if cfg.use_kl_penalty else 0.0
     ref_model = None
-    if kl_coef:
+    if cfg.use_kl_penalty:
         ref_model = copy.deepcopy(policy).eval().requires_grad_(False)
         compile_and_shard(ref_model, cfg, device)
     compile_and_shard(policy, cfg, device)
@@ -167,6 +166,7 @@ def main(argv=None, only_settings=False):
     llm = init_vllm(policy, tokenizer, cfg, task.turn_ends)
     folder = gather(cfg.resume or (IS_MAIN and make_run_folder(cfg, typed)))[0]
     log = Log(Path(folder), settings, saved)
+    kl_coef = cfg.kl_coef if ref_model else 0.0
     train(policy, llm, cfg, log, ref_model, kl_coef, task=task, saved=saved)
     print(f"\n  try it    python sample.py --model_id='{log.folder}/model'\n"
           f"  curves    tensorboard --logdir '{log.folder.parent}/tb'")
@@ -260,7 +260,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             "time/train": sync_started - update_started, "time/sync": ended - sync_started,
             "time/step": ended - started, "time/minutes": minutes}
         log_train(step, metrics, cfg)
-        if step <= 3 and metrics["train/frac_groups_zero_std"] == 1:
+        if responses and step <= 3 and metrics["train/frac_groups_zero_std"] == 1:
             print("!!! all rewards are equal: check prompt, chat template, max_tokens, reward_fn: "
                   f"{responses[0].problem['rendered']!r:.500} -> {responses[0].text()!r:.500}")
         if kl_now and cfg.target_kl and math.isfinite(metrics["kl/mean"]):
@@ -268,7 +268,8 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
         if kl_now and cfg.ref_update_every and step % cfg.ref_update_every == 0:
             refresh_reference(ref_model, policy, state)
 
-        # Evaluate, save. The step is complete: no error from here on loses it or the model.
+        # Evaluate, save. The step is complete. In a single process no error loses it from here on,
+        # and the last model is written first.
         is_stopped = any(gather(len(signals)))
         is_last = step == cfg.n_grpo_steps or any(gather(0 < cfg.max_minutes < minutes))
         if is_last or is_stopped:
@@ -282,7 +283,7 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             log.write(step, metrics)
         if is_stopped or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             checkpoint.save()
-        if is_stopped:
+        if is_stopped and step < cfg.n_grpo_steps:
             print(f"stopped after step {step}: --resume='{log.folder}' continues")
         if is_stopped or is_last:
             break
@@ -372,7 +373,7 @@ class Task:
         for number in range(first, first + self.cfg.rollout_batch_size // self.cfg.group_size):
             epoch, position = divmod(number, len(self.training))
             order = np.random.default_rng([self.cfg.seed, epoch]).permutation(len(self.training))
-            # problem_number is now that of the draw, for the seed. row_key() names a row.
+            # From here problem_number counts the draws, so that a repeated row gets new seeds.
             problems.append(self.training[order[position]] | {"problem_number": number})
         return problems
 
@@ -510,7 +511,7 @@ def loss_divisor(mask, loss_type, max_tokens):
     n_rows = int(mask.any(-1).sum())
     return {"grpo": n_rows, "dr_grpo": n_rows * max_tokens, "dapo": int(mask.sum())}[loss_type]
 
-LIMIT = 20.0  # log-ratios are kept within +-LIMIT, and the logged k3 below it
+LIMIT = 20.0  # log pi/ref is kept within +-LIMIT, log pi/old and the logged k3 below it
 WEIGHT_CAP = 10.0  # largest importance weight pi/old of a KL term
 MISMATCH_CAP = 2.0  # largest importance weight old/sampler of a token
 
@@ -535,8 +536,9 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
         logged_kl = rho * compute_kl_divergence(log_pi, log_ref, "k3").clamp(max=LIMIT)
         if kl_in == "reward":
             # A token pays for its own k1 and for that of all later tokens. Off-policy, each cost
-            # counts by the ratio pi/old of the response up to there: so it is the KL of the whole
-            # response. The factor in brackets is 1, with the gradient of log pi.
+            # counts by the ratio pi/old of the response up to there: so the gradient is that of the
+            # KL of the whole response. flip, cumsum, flip is the sum over all later tokens. The
+            # factor in brackets is 1, with the gradient of log pi.
             penalty = compute_kl_divergence(log_pi, log_ref, "k1").detach()
             cost = penalty * log_ratio.detach().cumsum(1).exp().clamp(max=WEIGHT_CAP)
             token_penalty = cost.flip(1).cumsum(1).flip(1) * (1 + log_pi - log_pi.detach())
@@ -558,12 +560,13 @@ def compute_loss(advantages, policy_log_probs, old_log_probs, clip_range, ref_lo
     gain = ratio * advantages
     if policy_loss == "cispo":
         # arXiv 2506.13585: only the weight is clipped, so every token keeps its gradient.
-        is_blocked = ratio > 1 + highest
+        is_blocked = ratio > 1 + highest  # for the log: its weight is clipped
         gain = ratio.clamp(max=1 + highest).detach() * advantages * log_pi
     elif policy_loss == "dppo":
         # arXiv 2602.04879: a token is blocked if its probability, not its ratio, has moved too far
-        # and the update would move it further.
-        moved = (log_pi.exp() - log_old.exp()).detach()
+        # and the update would move it further. (The paper measures from the sampler. Here that gap
+        # has a weight of its own, below.)
+        moved = ((log_pi.exp() - log_old.exp()) * (advantages != 0)).detach()
         is_blocked = torch.where(advantages > 0, moved > highest, moved < -clip_range)
         gain = torch.where(is_blocked, 0, gain)
     else:  # PPO's clip
@@ -591,11 +594,11 @@ def upcast(tensor):
 def compute_kl_divergence(policy_log_probs, ref_log_probs, estimator="k1", rho=None):
     """-> an estimate of KL(pi || ref) for each sampled token, or rho times it, where l = log pi -
     log ref is kept within +-LIMIT. rho = pi/old is a number without a gradient. The slope has its
-    gradient instead: d(rho value) = rho (value + slope) dlog pi. So the last column is
-    value + slope.
+    gradient instead: d(rho value) = rho (value + slope) dlog pi. So k1 and k3 get value + slope in
+    the last column. k2 keeps its slope, because rho l is already the gradient of the KL.
         estimator  value          slope     slope if weighted by rho
         k1         l              1         l + 1
-        k2         l^2 / 2        l         l: without the gradient of rho it is that of the KL
+        k2         l^2 / 2        l         l
         k3         e^-l - 1 + l   1 - e^-l  l"""
     log_pi = upcast(policy_log_probs)
     l = (log_pi - upcast(ref_log_probs)).detach().clamp(-LIMIT, LIMIT)
@@ -1193,7 +1196,7 @@ def evaluate_model(llm, task, n=1):
 
 def mean_scores(prefix, responses):
     """-> metrics of what reward_fn returned beside the reward, if that was a dict"""
-    names = {name: 0 for response in responses for name in response.scores}
+    names = dict.fromkeys(name for response in responses for name in response.scores)
     return {f"{prefix}/{name}": np.mean([x.scores[name] for x in responses if name in x.scores])
             for name in names}
 
@@ -1296,7 +1299,8 @@ def log_train(step, metrics, cfg):
 @contextlib.contextmanager
 def atomic_write(path):
     """Write to a temporary path that then becomes `path`. After a kill at any moment the old file
-    or folder is whole, or the new one. (A folder cannot replace another in one rename.)"""
+    is whole, or the new one. (A folder cannot replace another in one rename: for a moment there is
+    only the new one, as NAME.new.)"""
     new = path.with_name(f"{path.name}.new")
     try:
         shutil.rmtree(new, ignore_errors=True)
@@ -1416,7 +1420,7 @@ def read_settings(cfg, argv):
     SETTINGS of the task file, the run that is resumed, what is typed."""
     typed = read_arguments(argv)
     override(cfg, typed)
-    given = settings_of_run(cfg, typed) if cfg.resume else settings_of_model(cfg) | typed
+    given = settings_of_run(cfg, typed) if cfg.resume else settings_of_model(cfg, typed) | typed
     override(cfg, given)
     for name, value in getattr(load_task_file(cfg.task), "SETTINGS", {}).items():
         if name not in given:
@@ -1436,11 +1440,11 @@ def settings_of_run(cfg, typed):
     saved.pop("version", None)
     return saved | typed | {"resume": str(folder.resolve())}
 
-def settings_of_model(cfg):
+def settings_of_model(cfg, typed):
     """A model that a run has made, model/ or best/, brings task and prompt of that run."""
     path = Path(cfg.model_id).resolve().parent / "config.json"
-    saved = json.loads(path.read_text()) if path.exists() else {}
-    if "n_grpo_steps" not in saved:  # config.json of something else
+    saved = json.loads(path.read_text()) if Path(cfg.model_id).is_dir() and path.exists() else {}
+    if "n_grpo_steps" not in saved or "task" in typed:  # not a run, or a run of another task
         return {}
     print(f"task and prompt are those of {path.parent}, unless typed")
     return {name: saved[name] for name in ("task", "eval_task", "prompt")}
