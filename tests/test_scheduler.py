@@ -319,7 +319,7 @@ def test_nobody_is_preempted_for_a_reservation(n_blocks, folder):
 
 def test_it_is_made_for_the_required_version():
     from rollout_scheduler import VLLM_VERSION
-    assert f"vllm=={VLLM_VERSION} " in (HERE / "requirements.txt").read_text()
+    assert f"\nvllm=={VLLM_VERSION}\n" in (HERE / "requirements.txt").read_text()
 
 
 # With real models. A process of its own starts the engines, one after the other.
