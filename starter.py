@@ -260,8 +260,10 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             "time/train": sync_started - update_started, "time/sync": ended - sync_started,
             "time/step": ended - started, "time/minutes": minutes}
         log_train(step, metrics, cfg)
-        if responses and step <= 3 and metrics["train/frac_groups_zero_std"] == 1:
-            print("!!! all rewards are equal: check prompt, chat template, max_tokens, reward_fn: "
+        is_cut_off = metrics["train/truncated_frac"] > 0.9
+        if responses and step <= 3 and (is_cut_off or metrics["train/frac_groups_zero_std"] == 1):
+            print(f"!!! {'most responses are cut off' if is_cut_off else 'all rewards are equal'}: "
+                  "check prompt, chat template, max_tokens, reward_fn: "
                   f"{responses[0].problem['rendered']!r:.500} -> {responses[0].text()!r:.500}")
         if kl_now and cfg.target_kl and math.isfinite(metrics["kl/mean"]):
             adapt_kl_coef(state, metrics["kl/mean"], cfg)
@@ -1208,14 +1210,14 @@ def evaluate_and_keep_best(policy, llm, task, log, state, rollout=()):
         save_model(policy, task.tokenizer, log.folder / "best")
     state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
     group = sorted(rollout[:task.cfg.group_size], key=lambda response: response.reward)
-    log_eval(log, state, metrics, responses[:2] + group[-1:] + group[:1])
+    log_eval(log, state, metrics, (2 * responses)[:2] + group[-1:] + group[:1])
     return metrics
 
 def log_eval(log, state, metrics, responses):
     """One response goes to the console, all of them to TensorBoard and samples.jsonl."""
     print(f"  {responses[0].text()!r:.300} has reward {responses[0].reward:g}")
     print(f"Step {state.step} | Held-out accuracy, sampled: {metrics['eval/accuracy']:.1%}",
-          *(f"{name.removeprefix('eval/')}: {value:.3f}" for name, value in metrics.items()
+          *(f"{name.removeprefix('eval/')}: {value:z.3f}" for name, value in metrics.items()
             if name != "eval/accuracy"), sep=" | ")
     tags = ("held-out/1", "held-out/2", "training/best of a group", "training/worst of a group")
     for tag, response in zip(tags, responses if IS_MAIN else ()):
@@ -1266,7 +1268,8 @@ class Log:
             os.truncate(path, sum(map(len, lines[:step + 1])))
         from torch.utils.tensorboard import SummaryWriter
         self.writer = SummaryWriter(folder.parent / "tb" / folder.name, purge_step=step + 1)
-        rows = "".join(f"| {name} | {value} |\n" for name, value in settings.items())
+        rows = "".join(f"| {name} | {html.escape(repr(value)).replace('|', '&#124;')} |\n"
+                       for name, value in settings.items())
         self.writer.add_text("settings", "| setting | value |\n|---|---|\n" + rows)
 
     def append(self, name, row):
@@ -1283,18 +1286,17 @@ class Log:
         self.writer.flush()
 
 def log_train(step, metrics, cfg):
-    minutes_left = min((cfg.n_grpo_steps - step) * metrics["time/step"] / 60,
-                       (cfg.max_minutes or math.inf) - metrics["time/minutes"])
-    line = (f"Step {step} | Loss: {round(metrics['train/loss'], 3) + 0.0:.3f} | "  # 0.0: not -0.000
-            f"Grad norm: {metrics['train/grad_norm']:.2f} | "
-            f"Reward mean: {metrics['train/reward_mean']:.3f} | "
+    minutes_left = max(0.0, min((cfg.n_grpo_steps - step) * metrics["time/step"] / 60,
+                                (cfg.max_minutes or math.inf) - metrics["time/minutes"]))
+    # z: no minus before a zero
+    line = (f"Step {step} | Loss: {metrics['train/loss']:z.3f} | "
+            f"Grad norm: {metrics['train/grad_norm']:.3g} | "
+            f"Reward mean: {metrics['train/reward_mean']:z.3f} | "
             f"{metrics['train/avg_output_tokens']:.0f} tok, {metrics['train/truncated_frac']:.0%} "
-            f"cut | {metrics['time/step']:.1f} s, {minutes_left:.0f} min")
-    if "kl/mean" in metrics:
-        line += f" | KL penalty: {metrics['train/kl_penalty']:.4f}"
-    else:  # nan: not computed, because all rewards are equal
-        line += f" | Entropy: {metrics.get('train/entropy', math.nan):.2f}"
-    print(line)
+            f"cut | {metrics['time/step']:.3g} s, {minutes_left:.0f} min | ")
+    # nan: not computed, because all rewards are equal
+    print(line + (f"KL penalty: {metrics['train/kl_penalty']:z.4f}" if "kl/mean" in metrics else
+                  f"Entropy: {metrics.get('train/entropy', math.nan):.2f}"))
 
 @contextlib.contextmanager
 def atomic_write(path):

@@ -13,8 +13,8 @@ from conftest import (KL, ROOT, are_equal, assert_same_run, load, repeatable, ro
                       save_model_folder, saved_step, settings_in, small_run, weights_of,
                       write_script)
 from starter import UserError
-from test_starter import (letters, log_probs_of, make_groups, make_policy, make_rows, question_rows,
-                          settings_of, write_rows)
+from test_starter import (letters, log_probs_of, make_groups, make_policy, make_response, make_rows,
+                          question_rows, settings_of, write_rows)
 
 # What is slow to set up is shared by the tests of one process.
 in_one_process = pytest.mark.xdist_group
@@ -28,7 +28,7 @@ TRAINING = {f"train/{name}" for name in (
     "time/minutes"}
 EVALUATION = {"eval/accuracy", "eval/mean_reward"}
 WITH_KL = {"kl/mean", "kl/max", "kl/min"}
-LAST_LINES = (r"\nStep 3 \| Held-out accuracy, sampled: .*% \(at step 0: .*%\).*\n(.*\n)*"
+LAST_LINES = (r"\nStep 3 \| Held-out accuracy, sampled: .*% \| mean_reward: [0-9.]+\n(.*\n)*"
               r"  try it    python sample.py --model_id=.*/model'\n"
               r"  curves    tensorboard --logdir .*/out/tb'\n")
 
@@ -73,20 +73,82 @@ def test_the_kl_starts_at_zero_and_its_coefficient_rises_during_the_warmup(kl_ru
 
 
 def test_a_run_prints_a_line_per_step_and_ends_with_what_to_do_next(kl_run):
-    step = r"\nStep 3 \| Loss: .* \| Grad norm: .* \| Reward mean: .* \| Cut off: .*KL penalty"
+    step = r"\nStep 3 \| Loss: .* \| Grad norm: .* \| Reward.*: .* tok, .*cut \| .*KL penalty: "
     assert re.search(step, kl_run.text) and re.search(LAST_LINES, kl_run.text)
     assert "%|" not in kl_run.text, "no progress bars"
 
 
-def test_tensorboard_shows_the_same_numbers_and_escapes_what_the_model_wrote(kl_run):
-    events = EventAccumulator(str(kl_run.folder.parent / "tb" / kl_run.folder.name)).Reload()
-    tags = events.Tags()
-    assert TRAINING | EVALUATION | WITH_KL <= set(tags["scalars"])
+def events_of(folder):
+    return EventAccumulator(str(folder.parent / "tb" / folder.name)).Reload()
+
+
+def text_of(events, tag):
+    """-> the texts of a tag in TensorBoard, in the order of their steps"""
+    return [event.tensor_proto.string_val[0].decode()
+            for event in events.Tensors(f"{tag}/text_summary")]
+
+
+def test_tensorboard_shows_the_same_numbers(kl_run):
+    events = events_of(kl_run.folder)
+    assert TRAINING | EVALUATION | WITH_KL <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
     wanted = rows_of(kl_run.folder)[3]["kl/mean"]
     assert events.Scalars("kl/mean")[2].value == pytest.approx(wanted)
-    texts = str([events.Tensors(tag)[0].tensor_proto for tag in tags["tensors"] if "sample" in tag])
-    assert "&lt;answer&gt;" in texts and "<answer>" not in texts
+
+
+def test_tensorboard_shows_samples_of_each_evaluation(kl_run):
+    events = events_of(kl_run.folder)
+    steps = {tag.removesuffix("/text_summary"): [event.step for event in events.Tensors(tag)]
+             for tag in events.Tags()["tensors"]}
+    best, worst = "training/best of a group", "training/worst of a group"
+    assert steps == {"held-out/1": [0, 2, 3], "held-out/2": [0, 2, 3], best: [2, 3], worst: [2, 3],
+                     "settings": [0]}
+    rewards = [[float(re.search("<h4>reward</h4><p>(.*?)</p>", text)[1])
+                for text in text_of(events, tag)] for tag in (worst, best)]
+    assert all(low <= high for low, high in zip(*rewards))
+    wanted = [sample["reward"] for sample in rows_of(kl_run.folder, "samples.jsonl")]
+    assert [wanted[i] for i in (4, 8)] == rewards[1] and [wanted[i] for i in (5, 9)] == rewards[0]
+
+
+def test_a_single_held_out_sample_does_not_shift_the_tags(run_main, monkeypatch):
+    monkeypatch.setattr(starter, "reward_fn", letters)
+    folder = run_main("--n_eval=1", "--n_grpo_steps=2", "--reward_truncated")
+    events = events_of(folder)
+    samples = [sample for sample in rows_of(folder, "samples.jsonl") if sample["step"] == 2]
+    best, worst = samples[-2:]
+    assert best["reward"] > worst["reward"] and best["prompt"] == worst["prompt"]
+    for tag, sample in (("best", best), ("worst", worst)):
+        text, = text_of(events, f"training/{tag} of a group")
+        assert f"<p>{sample['prompt']}</p>" in text
+        assert f"<h4>reward</h4><p>{sample['reward']:g}</p>" in text
+
+
+@pytest.fixture
+def log(tmp_path):
+    """-> a log in a folder of its own"""
+    folder = tmp_path / "out" / "0001"
+    folder.mkdir(parents=True)
+    return starter.Log(folder, {"lr": 1e-4, "prompt": "<b>{question}\n| Think", "seed": 7})
+
+
+def test_tensorboard_has_the_settings_as_a_table_and_shows_what_the_model_wrote(log):
+    """With its line breaks and without any markup of its own"""
+    hostile = "<script>alert(1)</script>\n**bold** | a\n\n```\n<h4>reward</h4>"
+    problem = {"rendered": "2+3?\n", "answer": "<b>5"}
+    response = make_response([5], [6], text=hostile, problem=problem, reward=0.25)
+    response.problem["turns"].append({"role": "environment", "content": "a < b"})
+    metrics = {"eval/accuracy": 0.5, "eval/mean_reward": 0.5}
+    starter.log_eval(log, SimpleNamespace(step=3), metrics, [response])
+    log.writer.flush()
+    events = events_of(log.folder)
+    assert text_of(events, "held-out/1") == [
+        "<h4>prompt</h4><p>2+3?<br></p><h4>assistant</h4><p>&lt;script&gt;alert(1)&lt;/script&gt;"
+        "<br>**bold** | a<br><br>```<br>&lt;h4&gt;reward&lt;/h4&gt;</p><h4>environment</h4>"
+        "<p>a &lt; b</p><h4>reward</h4><p>0.25</p><h4>answer</h4><p>&lt;b&gt;5</p>"]
+    table, = text_of(events, "settings")
+    header, line, *rows = table.splitlines()
+    assert (header, line) == ("| setting | value |", "|---|---|") and "| lr | 0.0001 |" in rows
+    assert len(rows) == 3 and all(row.count("|") == 3 for row in rows) and "<b>" not in table
 
 
 def test_samples_show_held_out_problems_and_after_a_step_training_problems_too(kl_run, world):
@@ -112,6 +174,45 @@ def test_a_finished_run_says_so_and_stays_as_it_is(kl_run, script, tmp_path):
     assert script.run(tmp_path, f"--resume={kl_run.folder}") == 2
     assert "error: it has finished: raise --n_grpo_steps\n" in script.text()
     assert rows_of(kl_run.folder) == rows
+
+
+def test_a_run_says_which_version_made_it(kl_run):
+    assert settings_in(kl_run.folder)["version"] == starter.__version__ == "0.5.0"
+
+
+def test_entries_of_dict_rewards_are_metrics_of_the_run(run_main, monkeypatch, capsys):
+    monkeypatch.setattr(starter, "reward_fn", lambda text, row: {
+        "reward": letters(text, row), "sevenths": round(7 * letters(text, row))})
+    rows = rows_of(run_main("--reward_truncated", "--n_grpo_steps=2", "--eval_every=1"))
+    for kind, reward in (("train", "train/reward_mean"), ("eval", "eval/mean_reward")):
+        assert all(row[f"{kind}/sevenths"] == pytest.approx(7 * row[reward]) for row in rows[1:])
+    assert f"| sevenths: {rows[2]['eval/sevenths']:.3f}" in capsys.readouterr().out
+
+
+def test_a_model_of_a_run_is_trained_on_the_task_of_that_run(run_main, world, tmp_path):
+    first = run_main("--n_grpo_steps=1", "--prompt={question}")
+    words = [word for word in small_run(world) if not re.match("--(task|model_id)=", word)]
+    starter.main([*words, f"--model_id={first}/model", f"--out_dir={tmp_path}/second"])
+    second = tmp_path / "second" / "latest"
+    assert settings_in(second)["task"] == str(world) and len(rows_of(second)) == 4
+    assert settings_in(second)["prompt"] == "{question}"
+
+
+@pytest.mark.parametrize("reward, n_lines", [(0.1, 3), (None, 0)], ids=["equal", "different"])
+def test_a_run_that_cannot_learn_says_so_in_its_first_three_steps(run_main, monkeypatch, capsys,
+                                                                  reward, n_lines):
+    monkeypatch.setattr(starter, "reward_fn", lambda text, row: reward or letters(text, row))
+    folder = run_main("--reward_truncated", "--n_grpo_steps=5", "--eval_every=0")
+    lines = re.findall("^!!! all rewards are equal: check prompt.*$", capsys.readouterr().out, re.M)
+    assert len(lines) == n_lines and len(rows_of(folder)) == 6
+    for line in lines:
+        assert re.search(r"reward_fn: '\d+\+\d+=' -> '.*<", line), "with a prompt and a response"
+
+
+def test_a_run_whose_responses_are_all_cut_off_says_so(run_main, monkeypatch, capsys):
+    monkeypatch.setattr(starter, "reward_fn", letters)
+    run_main("--reward_truncated", "--max_tokens=2", "--n_grpo_steps=1", "--eval_every=0")
+    assert "\n!!! most responses are cut off: check prompt" in capsys.readouterr().out
 
 
 def test_training_raises_the_reward(run_main):
@@ -307,8 +408,9 @@ def test_several_updates_per_step_reach_the_clip(run_main):
 
 def test_dr_grpo_trains_in_small_microbatches(run_main):
     rows = check_run(run_main(
-        "--tokens_per_microbatch=40", "--loss_type=dr_grpo", "--use_std_normalization=False",
-        "--temperature=0.7", "--max_grad_norm=0", "--warmup_steps=0", "--gpu_mem_util=0.2"))
+        "--tokens_per_microbatch=40", "--loss_type=dr_grpo", "--advantage_scale=none",
+        "--temperature=0.7", "--max_grad_norm=0", "--warmup_steps=0", "--gpu_mem_util=0.2",
+        "--thinking=True"))
     assert rows[1]["train/lr"] == 1e-3, "no warm-up"
 
 
@@ -350,11 +452,6 @@ def test_the_coefficient_rises_while_the_kl_is_above_its_target(run_main):
     assert rows[3]["train/kl_coef"] > 0.1 and rows[1]["kl/mean"] > 1e-5
 
 
-def test_a_coefficient_of_0_turns_the_penalty_off(run_main):
-    rows = check_run(run_main(KL, "--kl_coef=0", "--target_kl=0.1", "--ref_update_every=2"))
-    assert not WITH_KL & set(rows[3]) and rows[3]["train/kl_coef"] == 0
-
-
 def test_a_model_that_cannot_be_packed_is_padded(run_main, tmp_path, monkeypatch, capsys):
     """With rows that have no answers, and a reward that does not need any"""
     monkeypatch.setattr(starter, "reward_fn", letters)
@@ -364,6 +461,45 @@ def test_a_model_that_cannot_be_packed_is_padded(run_main, tmp_path, monkeypatch
                               "--max_prompt_tokens=64", KL, "--reward_truncated"))
     assert "rows padded (slower)" in capsys.readouterr().out and rows[3]["kl/mean"] > 0
     assert min(row["train/grad_norm"] for row in rows[1:]) > 0
+
+
+def methods_of_the_readme():
+    """-> [(paper, flags), ...] of the table whose header has the word flags"""
+    methods, in_table = [], False
+    for line in (ROOT / "README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if not line.startswith("|") or len(cells) < 2:
+            in_table = False
+        elif "flags" in cells[1]:
+            in_table = True
+        elif in_table and not set(cells[0]) <= set("-: "):
+            name = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cells[0])
+            methods.append((name, " ".join(re.findall("`(.*?)`", cells[1])).split()))
+    return methods
+
+
+METHODS = methods_of_the_readme()
+
+
+def test_the_readme_has_a_table_of_methods():
+    text = str(METHODS)
+    assert len(METHODS) >= 8
+    for name in ("GRPO", "DAPO", "RLOO", "GSPO", "CISPO", "DPPO", "MaxRL", "KL in the reward"):
+        assert name in text
+
+
+@pytest.mark.parametrize("flags", [flags for _, flags in METHODS],
+                         ids=[name for name, _ in METHODS])
+def test_a_method_of_the_readme_trains(run_main, monkeypatch, flags):
+    monkeypatch.setattr(starter, "reward_fn", letters)
+    folder = run_main("--reward_truncated", "--n_grpo_steps=2", *flags)
+    rows = check_run(folder, 2)
+    assert min(row["train/grad_norm"] for row in rows[1:]) > 0
+    settings = settings_in(folder)
+    typed = starter.read_arguments(flags)
+    assert typed and typed.keys() <= settings.keys()
+    for name, value in typed.items():
+        assert value == str(settings[name]) or float(value) == settings[name]
 
 
 # ---- The steps of a run, compared with plainer forms ---------------------------------------------
@@ -461,8 +597,8 @@ def test_groups_with_equal_rewards_leave_the_weights_alone_to_the_bit(run_main, 
 def test_rows_without_advantage_count_in_the_divisor(run_main):
     """They are left out of the computation from step 2 on, and the gradient stays the same."""
     norms = []
-    for kl_coef in ("1e-30", "0"):
-        rows = rows_of(run_main(KL, f"--kl_coef={kl_coef}", "--lr=1e-9", out=f"out{kl_coef}"))
+    for number, penalty in enumerate(([KL, "--kl_coef=1e-30"], [])):
+        rows = rows_of(run_main(*penalty, "--lr=1e-9", out=f"out{number}"))
         assert 0 < np.mean([row["train/frac_groups_zero_std"] for row in rows[2:]]) < 1
         norms.append([row["train/grad_norm"] for row in rows[1:]])
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
@@ -501,7 +637,7 @@ def test_a_sync_that_does_nothing_ends_the_run_with_its_row_and_a_checkpoint(
         calls = []
         patch.setattr(starter, "load_policy_into_vllm_instance",
                       lambda *parts: calls.append(sync) or len(calls) > 1 or sync(*parts))
-        with pytest.raises(UserError, match="the weights did not arrive"):
+        with pytest.raises(UserError, match="stale weights"):
             run_main(*arguments)
     folder = tmp_path / "out" / "latest"
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2] and saved_step(folder) == 2
@@ -583,14 +719,6 @@ def test_another_model_or_lora_rank_cannot_be_resumed(run_main, setting):
     assert len(rows_of(folder)) == 3
 
 
-def test_a_checkpoint_without_the_trained_weights_is_one_line(run_main):
-    folder = run_main("--lora_rank=2", "--n_grpo_steps=1")
-    settings = settings_in(folder) | {"lora_rank": 0}
-    (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="the checkpoint lacks weights"):
-        starter.main([f"--resume={folder}", "--n_grpo_steps=2"])
-
-
 def test_a_resumed_run_never_evaluates_rows_that_it_was_trained_on(run_main, tmp_path, monkeypatch):
     prompts = {"trained": set(), "evaluated": set()}
     rollout = starter.rollout_with_vllm
@@ -619,7 +747,7 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed_and_keeps_its_model(run_ma
 
 def test_max_minutes_end_a_run_which_can_be_resumed(run_main, capsys):
     folder = run_main("--max_minutes=1e-9")
-    assert "ETA -" in capsys.readouterr().out, "minutes left, not steps left"
+    assert " s, 0 min" in capsys.readouterr().out, "minutes left, not steps left"
     assert len(rows_of(folder)) == 2 and (folder / "model").exists()
     starter.main([f"--resume={folder}", "--max_minutes=1000"])
     assert len(rows_of(folder)) == 4
@@ -665,6 +793,44 @@ def test_a_kill_and_ctrl_c_at_random_moments_change_nothing(script, world, tmp_p
     whole, parts = (folder / "out" / "latest" for folder in folders)
     assert_same_run(parts, whole)
     assert not [path for path in parts.resolve().iterdir() if path.suffix in (".new", ".old")]
+
+
+@pytest.mark.parametrize("n_steps, is_early", [(3, True), (1, False)])
+def test_ctrl_c_stops_after_the_step_with_a_model_and_a_checkpoint(run_main, monkeypatch, capsys,
+                                                                   n_steps, is_early):
+    """In the last step it has nothing to stop."""
+    def reward_fn(text, row):
+        signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(signal, "raise_signal", lambda number: None)  # once
+        return 0.1
+
+    monkeypatch.setattr(starter, "reward_fn", reward_fn)
+    folder = run_main(f"--n_grpo_steps={n_steps}", "--eval_every=0", "--save_every=0")
+    text = capsys.readouterr().out
+    assert len(rows_of(folder)) == 2 and saved_step(folder) == 1 and (folder / "model").exists()
+    assert "stopping after this step" in text
+    assert (f"stopped after step 1: --resume='{folder}' continues" in text) == is_early
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once_in_one_line(script, world, tmp_path):
+    write_script(tmp_path / "slow.py", """
+        import time
+
+        def rows():
+            return [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(20)]
+
+        def reward_fn(text, row):
+            print("rewarding", flush=True)
+            time.sleep(30)
+        """)
+    script.start(tmp_path, *small_run(world), "--task=slow.py", "--eval_every=0")
+    script.until("rewarding")
+    os.kill(script.pid, signal.SIGINT)
+    script.until("press Ctrl-C again to quit without")
+    os.kill(script.pid, signal.SIGINT)
+    assert script.end() == 1
+    _, _, last = script.text().partition("to quit without\n")
+    assert last.count("\n") == 1 and last.startswith("KeyboardInterrupt"), script.text()
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(script, world, tmp_path):

@@ -72,7 +72,7 @@ def test_rows_may_be_any_iterable_of_dicts(tmp_path, name):
     assert (len(task.train_rows), len(task.held_out_rows)) == sizes
     for row in task.train_rows + task.held_out_rows:
         a, b = row["prompt"][0]["content"].removesuffix("=").split("+")
-        assert row["answer"] == str(int(a) + int(b)) and task.reward_fn("#### 0", row) == 0.1
+        assert row["answer"] == int(a) + int(b) and task.reward_fn("#### 0", row) == 0.1
 
 
 @pytest.fixture
@@ -144,10 +144,10 @@ BAD_TASKS = {
     "no such module": ("import no_such_module", "mine.py cannot be imported: ModuleNotFoundError"),
     "no Python": ("def rows(:", "mine.py cannot be imported: SyntaxError"),
     "no rows()": ("def row():\n    return []", "mine.py has no function rows()"),
-    "no row": ("def rows():\n    return []", "error: mine.py has "),
+    "no row": ("def rows():\n    return []", "error: too few rows"),
     "no dicts": ("def rows():\n    return [1]", "mine.py, row 1"),
     "no field": ("def rows():\n    return [{'prompt': 'a', 'answer': 1}, {'a': 1}]",
-                 "mine.py, row 2: KeyError('question')"),
+                 "mine.py, row 2: KeyError 'question'"),
     "no such setting": ("SETTINGS = {'lrr': 1}\ndef rows():\n    return []", "did you mean lr?"),
     "no prompt fits": ("def rows():\n    return [{'prompt': 30 * str(i)} for i in range(10, 20)]",
                        "Raise --max_prompt_tokens"),
@@ -170,7 +170,7 @@ def test_a_mistake_in_a_task_file_is_one_line_and_exit_code_2(world, script, tmp
 def test_a_name_that_is_no_task_says_what_a_task_is(script, tmp_path):
     assert script.run(tmp_path, "--task=nothing", "--model_id=nothing") == 2
     line = script.text().splitlines()[-1]
-    assert line.startswith("error: there is no task nothing: ") and str(ROOT / "tasks") in line
+    assert line.startswith("error: no task nothing here ") and str(ROOT / "tasks") in line
 
 
 def test_prepare_runs_once_before_the_rows_and_the_model_are_read(world, script, tmp_path):
@@ -257,9 +257,8 @@ def test_the_task_file_of_the_readme_trains(run_task, tmp_path):
     assert rewards <= {0.0, 1.0}, "not 0.1, as of starter.py"
 
 
-def test_the_judge_of_the_readme_is_asked_for_every_reward(run_task, tmp_path):
+def test_the_judge_is_asked_for_every_reward(run_task, tmp_path):
     write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}+1="} for i in range(20)])
-    path = write_script(tmp_path / "judge.py", block_of_the_readme("JUDGE_URL"))
     asked = []
 
     def judge(request):
@@ -268,7 +267,7 @@ def test_the_judge_of_the_readme_is_asked_for_every_reward(run_task, tmp_path):
         return str(len(asked[-1]["response"]) % 3 / 2).encode()
 
     with local_server(judge) as url:
-        folder = run_task(f"--task={path}", "--reward_truncated", JUDGE_URL=url)
+        folder = run_task("--task=judge", "--reward_truncated", JUDGE_URL=url)
     assert len(asked) == 3 * 16 + 3 * 4 and asked[0].keys() == {"response", "problem"}
     means = [row["train/reward_mean"] for row in rows_of(folder)[1:]]
     assert [mean * 32 % 1 for mean in means] == [0, 0, 0], "answers are 0, 0.5 and 1"
@@ -577,7 +576,7 @@ def test_a_task_with_turns_trains_resumes_to_the_bit_and_is_measured(game_task, 
 
 # The others have tests of their own.
 OTHER_TASKS = {path.stem for path in (ROOT / "tasks").glob("*.py")} - {
-    "calculator", "guess", "gsm8k", "tiny"}
+    "calculator", "guess", "gsm8k", "judge", "tiny"}
 
 
 @pytest.mark.parametrize("name", sorted(OTHER_TASKS))
