@@ -64,7 +64,7 @@ def test_sizes():
         "lines of code": (lines_of_code(path), 1300), "lines": (len(lines), 1650),
         "columns": (max(map(len, lines)), 100),
         "lines before compute_loss": (functions["compute_loss"].lineno - 1, 599),
-        "hyperparameters": (len(block.keywords), 47)}
+        "hyperparameters": (len(block.keywords), 48)}
     for name in ("main", "train"):
         budgets[f"lines of {name}()"] = (
             functions[name].end_lineno - functions[name].lineno + 1, 120)
@@ -335,11 +335,6 @@ def test_rewards_take_linear_time_whatever_the_text(text):
     assert time.thread_time() - start < 2, "seconds of this thread; some 0.1 on a slow machine"
 
 
-def test_a_row_without_an_answer_needs_a_reward_of_its_own():
-    with pytest.raises(UserError, match="no answer"):
-        starter.reward_fn(HONEST, {"prompt": "Write a poem."})
-
-
 def split(path, rows, **changes):
     """-> rows to train on, held-out rows"""
     return starter.read_task(settings_of(task=str(write_rows(path, rows)), **changes))
@@ -378,7 +373,7 @@ def test_blank_lines_of_a_jsonl_file_are_skipped(tmp_path):
 
 GOOD = '{"prompt": "2+3?", "answer": "5"}\n' * 2
 BAD_FILES = [
-    (None, "Data of the hub: write a task file"), (GOOD + "{'prompt': 1}", "row 3"),
+    (None, "no task .*task.jsonl here"), (GOOD + "{'prompt': 1}", "row 3"),
     ("prompt,answer\n2+3?,5\n", "row 1: JSONDecodeError"), (GOOD + "[1, 2]\n", "row 3"),
     ("null", "row 1"), ('{"input": "2+3", "answer": "5"}', "row 1: KeyError 'question'"),
     ('{"prompt": 5, "answer": "5"}', "row 1"), ('{"prompt": ["x"], "answer": "5"}', "row 1"),
@@ -401,7 +396,7 @@ def test_a_bad_jsonl_file_is_one_line_that_names_the_row(tmp_path, content, word
 
 
 def test_a_dataset_of_the_hub_is_no_task_and_the_error_says_what_to_do():
-    with pytest.raises(UserError, match="no task openai/gsm8k .*hub: write a task file$"):
+    with pytest.raises(UserError, match=r"no task openai/gsm8k .*load_dataset\(NAME"):
         starter.Task(settings_of(task="openai/gsm8k"))
 
 
@@ -502,7 +497,6 @@ def test_a_task_file_brings_its_own_reward_reply_and_turn_ends(tmp_path, turn_en
 
 
 @pytest.mark.parametrize("text, words", [
-    ("1 / 0", "cannot be imported: ZeroDivisionError"), ("x = 1", "has no function rows()"),
     ("def rows():\n    return [{'answer': 5}]", "row 1: KeyError 'question'"),
     ("def rows():\n    yield {'prompt': 'a'}\n    1 / 0", "row 2: ZeroDivisionError")])
 def test_a_broken_task_file_is_one_line(tmp_path, text, words):
@@ -1542,6 +1536,16 @@ def test_updates_are_clipped_and_warmed_up():
     assert moved == (5.0, pytest.approx([-0.3, -0.4], abs=1e-5))
 
 
+def test_the_learning_rate_falls_linearly_to_0():
+    update, _, optimizer = make_update()
+    rates = []
+    for step in range(1, 9):
+        update([3.0, 4.0], make_state(step=step), warmup_steps=2, lr_decay=True, n_grpo_steps=8,
+               lr=0.8)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.4, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+
+
 def test_without_a_gradient_momentum_does_not_move_the_weights():
     """kl_coef=1e-9 measures the KL and no more."""
     update, _, optimizer = make_update()
@@ -2392,9 +2396,10 @@ def console_line(capsys, step=12, cfg=None, **changes):
     """-> what is printed after a step"""
     metrics = {"train/loss": 0.1234, "train/grad_norm": 0.567, "train/reward_mean": 0.4321,
                "train/avg_output_tokens": 102.4, "train/truncated_frac": 0.021,
-               "train/entropy": 0.456, "time/step": 12.34, "time/minutes": 9.01}
+               "train/entropy": 0.456, "time/step": 12.34}
     metrics |= {name.replace("__", "/"): value for name, value in changes.items()}
-    starter.log_train(step, metrics, cfg or settings_of(n_grpo_steps=100))
+    with mock.patch.object(starter, "minutes_running", lambda: 9.01):
+        starter.log_train(step, metrics, cfg or settings_of(n_grpo_steps=100))
     line, = capsys.readouterr().out.splitlines()
     assert len(line) <= 120 and not re.search(r" -0(\.0+)? ", f"{line} "), line
     return line
@@ -2558,10 +2563,11 @@ def test_a_checkpoint_runs_no_code(tmp_path):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_run_without_a_checkpoint_begins_anew_unless_it_has_a_model(tmp_path):
-    assert starter.read_checkpoint(settings_of()) is None
+def test_a_run_without_a_checkpoint_begins_anew_unless_it_has_a_model(tmp_path, capsys):
+    assert starter.read_checkpoint(settings_of()) is None and capsys.readouterr().out == ""
     cfg = settings_of(resume=str(tmp_path))
     assert starter.read_checkpoint(cfg) is None, "killed before its first checkpoint"
+    assert capsys.readouterr().out == f"{tmp_path} has no checkpoint yet: it starts over\n"
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match="no checkpoint"):
         starter.read_checkpoint(cfg)
@@ -2657,9 +2663,10 @@ BAD_SETTINGS = [
     ("--lr=-1", "--lr=-1.0: expected"), ("--seed=-1", "--seed=-1: expected"),
     *[(f"--{name}={value}", f"--{name}={value}: expected") for value in ("nan", "inf", "-inf")
       for name in ("lr", "kl_coef", "max_grad_norm", "target_kl")],
-    *[(f"--{name}=0", f"{name} must be at least 1") for name in (
-        "max_tokens", "n_minibatches", "inner_epochs", "n_grpo_steps", "n_eval", "max_turns")],
-    ("--temperature=0", "temperature must be above 0"), ("--group_size=1", "at least 2"),
+    *[(f"--{name}=0", f"{name} must be above 0") for name in (
+        "max_tokens", "n_minibatches", "inner_epochs", "n_grpo_steps", "n_eval", "max_turns",
+        "temperature")],
+    ("--group_size=1", "at least 2"),
     ("--group_size=0", "at least 2"), ("--rollout_batch_size=9", "divide rollout_batch_size"),
     ("--rollout_batch_size=0", "rollout_batch_size"), ("--loss_type=ppo", "grpo, dr_grpo, dapo"),
     ("--policy_loss=trpo", "policy_loss must be one of ppo, cispo, dppo, gspo"),
@@ -2691,15 +2698,6 @@ def test_every_value_gets_the_type_of_its_default():
            cfg.vllm_sleep, cfg.use_vllm, cfg.max_minutes)
     assert got == (1e-5, True, "a=b", 7, True, False, "auto", False, 3.0)
     assert type(cfg.max_minutes) is float and type(cfg.seed) is int
-
-
-@pytest.mark.parametrize("path", ["file", "file/out", "file/a/b"])
-def test_an_out_dir_that_cannot_be_written_is_found_at_once(tmp_path, path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"out_dir.*/file"):
-        settings([f"--out_dir={tmp_path / path}"])
-    settings([f"--out_dir={tmp_path}/new/folder"])
-    assert [x.name for x in tmp_path.iterdir()] == ["file"], "only looked at"
 
 
 def test_plain_k1_in_the_loss_is_warned_about(capsys):
@@ -2917,10 +2915,7 @@ def test_quick_tests_notice_a_changed_loss_and_print_numbers_to_paste(name, monk
     assert starter.test_functions() is True
 
 
-@pytest.mark.parametrize("broken, error", [
-    (lambda *arguments: math.nan * arguments[0], AssertionError), (lambda: None, TypeError)])
-def test_quick_tests_stop_at_a_nan_or_an_exception(broken, error, monkeypatch, capsys):
-    monkeypatch.setattr(starter, "compute_kl_divergence", broken)
-    with pytest.raises(error):
-        starter.test_functions()
+def test_quick_tests_notice_a_nan(monkeypatch, capsys):
+    monkeypatch.setattr(starter, "compute_kl_divergence", lambda *arguments: math.nan * arguments[0])
+    assert starter.test_functions() is False
     assert "Passed" not in capsys.readouterr().out
