@@ -95,7 +95,7 @@ def main(argv=None, only_settings=False):
         save_every=50 if has_gpu else 20,  # steps between checkpoints; 0: only on Ctrl-C
         # task
         task="countdown" if has_gpu else "tiny",  # in tasks/; or a task file, JSONL file or folder
-        eval_task="",  # another one, for its held-out rows; "": some rows of task are held out
+        eval_task="",  # another one, for its held-out rows only; "": some rows of task are held out
         prompt="{question} Think step by step, then give the answer as <answer>...</answer>.",
         thinking=False,  # what a chat template with enable_thinking is told
         # rollout
@@ -112,7 +112,7 @@ def main(argv=None, only_settings=False):
         # update
         lr=1.5e-6 if has_gpu else 2e-4,
         warmup_steps=10,  # lr rises linearly
-        lr_decay=False,  # True: after that it falls linearly, to 0 behind the last step
+        lr_decay=False,  # True: lr also falls linearly, from the first step to 0 behind the last
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over the responses of a step
         n_minibatches=1,  # optimizer steps per pass
@@ -279,9 +279,9 @@ def train(policy, llm, cfg, log, ref_model=None, kl_coef=0.0, *, task, saved=Non
             with checkpoint.saved_on_error():
                 check_agreement(metrics, microbatch_stats, state, policy.device)
                 if cfg.eval_every and (step % cfg.eval_every == 0 or is_last):
-                    metrics |= evaluate_and_keep_best(
-                        policy, llm, task, log, state, responses, is_saved=is_last or is_stopped)
+                    metrics |= evaluate_and_keep_best(policy, llm, task, log, state, responses)
         finally:
+            # Also if one of them raises: Log takes row n of metrics.jsonl for step n.
             log.write(step, metrics)
         if is_stopped or (cfg.save_every and (step % cfg.save_every == 0 or is_last)):
             checkpoint.save()
@@ -444,6 +444,7 @@ def make_minibatches(cfg, step, n_rows):
     minibatches = []
     for epoch in range(cfg.inner_epochs):
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(sum(rows_per_rank))
+        # Counted from this rank's first row, the rows of other ranks are out of range.
         for minibatch in np.array_split(order - first, cfg.n_minibatches):
             minibatches.append(sorted(row for row in minibatch.tolist() if 0 <= row < n_rows))
     return minibatches
@@ -926,8 +927,8 @@ def plan_memory(policy, cfg, device):
     free, total = torch.cuda.mem_get_info() if device == "cuda" else (math.inf, 0)
     room = (min(gather(free)) - cfg.gpu_mem_util * total) / 2**30  # GiB
     size = policy.model.num_parameters() / WORLD / 2**30  # GiB if a parameter had one byte
-    # Bytes per parameter: float32 weights, gradients and two moments of Adam are 16, weights in
-    # bf16 are 2. With LoRA they are bf16 only, and there twice during a sync. KL: the reference
+    # Bytes per parameter: float32 weight 4, gradient 4, moments of Adam 8, and the bf16 copy that
+    # fully_shard computes with 2. LoRA: a frozen bf16 weight 2, and its copy 2. KL: a reference 2
     bytes_on_gpu = (4 if cfg.lora_rank else 18) + 2 * cfg.use_kl_penalty
     # The same if the optimizer is in host memory: bf16 weights and float32 gradients remain.
     bytes_if_offloaded = 2 if cfg.lora_rank else 6
@@ -1201,17 +1202,13 @@ def mean_scores(prefix, responses):
     return {f"{prefix}/{name}": np.mean([x.scores[name] for x in responses if name in x.scores])
             for name in names}
 
-def evaluate_and_keep_best(policy, llm, task, log, state, rollout=(), is_saved=False):
+def evaluate_and_keep_best(policy, llm, task, log, state, rollout=()):
     """-> metrics of an evaluation. A model that is better than all before goes to best/. rollout:
-    the responses of this step; the best and the worst one of a group are shown, too. is_saved:
-    model/ has the same weights already."""
+    the responses of this step; the best and the worst one of a group are shown, too."""
     metrics, responses = evaluate_model(llm, task)
+    # The evaluation of step 0 is the one to beat: best/ is always a trained model.
     if state.step and metrics["eval/mean_reward"] > state.best_reward:
-        if not is_saved:
-            save_model(policy, task.tokenizer, log.folder / "best")
-        elif IS_MAIN:
-            with atomic_write(log.folder / "best") as temporary:
-                shutil.copytree(log.folder / "model", temporary)
+        save_model(policy, task.tokenizer, log.folder / "best")
     state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
     group = sorted(rollout[:task.cfg.group_size], key=lambda response: response.reward)
     log_eval(log, state, metrics, (2 * responses)[:2] + group[-1:] + group[:1])
@@ -1381,7 +1378,7 @@ def read_checkpoint(cfg):
     """-> what Checkpoint.save() wrote; None: begin at the start"""
     path = Path(cfg.resume, "checkpoint.pt")
     if cfg.resume and not path.exists() and Path(cfg.resume, "model").exists():
-        raise UserError(f"{cfg.resume} has no checkpoint (save_every=0): it cannot be resumed")
+        raise UserError(f"{cfg.resume} has no checkpoint: start from --model_id={cfg.resume}/model")
     if cfg.resume and not path.exists():
         print(f"{cfg.resume} has no checkpoint yet: it starts over")
     if not cfg.resume or not path.exists():
@@ -1428,9 +1425,10 @@ def read_arguments(argv):
 
 def read_settings(cfg, argv):
     """Change cfg. -> what was typed. What wins, from weakest to strongest: the block in main(),
-    SETTINGS of the task file, the run that is resumed, what is typed."""
+    SETTINGS of the task file, the run that is resumed (or that made the model: its task and
+    prompt), what is typed."""
     typed = read_arguments(argv)
-    override(cfg, typed)
+    override(cfg, typed)  # first: resume and model_id say where other settings come from
     given = settings_of_run(cfg, typed) if cfg.resume else settings_of_model(cfg, typed) | typed
     override(cfg, given)
     for name, value in getattr(load_task_file(cfg.task), "SETTINGS", {}).items():
@@ -1627,6 +1625,11 @@ def test_functions():
 def run(main):
     # Lines reach a pipe at once. A terminal may lack letters that a model writes.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    write = sys.stdout.write
+    def write_if_read(text):  # `| tee log` ends with the same Ctrl-C, but the run is still saved
+        with contextlib.suppress(BrokenPipeError):
+            write(text)
+    sys.stdout.write = write_if_read
     if not IS_MAIN:
         sys.stdout = open(os.devnull, "w")
     code = 1
