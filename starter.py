@@ -112,7 +112,6 @@ def main(argv=None, only_settings=False):
         # update
         lr=1.5e-6 if has_gpu else 2e-4,
         warmup_steps=10,  # lr rises linearly
-        lr_decay=False,  # True: lr also falls linearly, from the first step to 0 behind the last
         max_grad_norm=1.0,  # 0: no clipping
         inner_epochs=1,  # passes over the responses of a step
         n_minibatches=1,  # optimizer steps per pass
@@ -635,9 +634,8 @@ def update_weights(policy, optimizer, loss, cfg, state):
     limit = cfg.max_grad_norm or math.inf
     norm = float(unshard(torch.nn.utils.clip_grad_norm_(policy.parameters(), limit)))
     warmup = min(1.0, state.step / max(1, cfg.warmup_steps))
-    decay = 1 - (state.step - 1) / cfg.n_grpo_steps if cfg.lr_decay else 1.0
     for group in optimizer.param_groups:
-        group["lr"] = cfg.lr * warmup * decay * state.lr_factor
+        group["lr"] = cfg.lr * warmup * state.lr_factor
     if not math.isfinite(norm + loss):
         print(f"!!! update skipped: loss {loss:g}, gradient norm {norm:g}; lr / 10")
         state.skipped += 1

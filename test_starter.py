@@ -64,7 +64,7 @@ def test_sizes():
         "lines of code": (lines_of_code(path), 1300), "lines": (len(lines), 1650),
         "columns": (max(map(len, lines)), 100),
         "lines before compute_loss": (functions["compute_loss"].lineno - 1, 599),
-        "hyperparameters": (len(block.keywords), 48)}
+        "hyperparameters": (len(block.keywords), 47)}
     for name in ("main", "train"):
         budgets[f"lines of {name}()"] = (
             functions[name].end_lineno - functions[name].lineno + 1, 120)
@@ -1534,16 +1534,6 @@ def test_updates_are_clipped_and_warmed_up():
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05])
     moved = update([3.0, 4.0], make_state(step=9), warmup_steps=4, max_grad_norm=0)
     assert moved == (5.0, pytest.approx([-0.3, -0.4], abs=1e-5))
-
-
-def test_the_learning_rate_falls_linearly_to_0():
-    update, _, optimizer = make_update()
-    rates = []
-    for step in range(1, 9):
-        update([3.0, 4.0], make_state(step=step), warmup_steps=2, lr_decay=True, n_grpo_steps=8,
-               lr=0.8)
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.4, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
 
 
 def test_without_a_gradient_momentum_does_not_move_the_weights():

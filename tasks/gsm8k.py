@@ -13,9 +13,7 @@ from starter import UserError, atomic_write
 GITHUB = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
 URL = os.environ.get("GSM8K_URL", GITHUB)  # or another address that has both files
 FOLDER = Path("gsm8k")
-SETTINGS = {
-    "prompt": "{question}\nReason step by step, and put your final answer within \\boxed{}.",
-    "max_prompt_tokens": 400, "max_tokens": 400}
+SETTINGS = {"max_prompt_tokens": 400, "max_tokens": 400}
 
 
 def rows():

@@ -412,8 +412,8 @@ def test_dr_grpo_trains_in_small_microbatches(run_main):
     rows = check_run(run_main(
         "--tokens_per_microbatch=40", "--loss_type=dr_grpo", "--advantage_scale=none",
         "--temperature=0.7", "--max_grad_norm=0", "--warmup_steps=0", "--gpu_mem_util=0.2",
-        "--thinking=True", "--lr_decay=True"))
-    assert [row["train/lr"] for row in rows[1:]] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+        "--thinking=True"))
+    assert rows[1]["train/lr"] == 1e-3, "no warm-up"
 
 
 @in_one_process("compiler")
