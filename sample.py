@@ -3,6 +3,7 @@
     python sample.py                    accuracy, sampled and greedy, and pass@k of out/latest/model
     python sample.py --model_id=tiny    the same for any model, here the one before training
     python sample.py --n_samples=32     more responses to each held-out problem; --n_eval: problems
+    python sample.py --save=records/me  also keep the run and all answers, which verify.py checks
     python sample.py --chat             talk to it (tiny expects problems such as 3 5 18=16:)
 
 A model of a run, model/ or best/, is measured with the task and the settings of that run. Settings
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+
+import record
 
 
 def find_model(model_id):
@@ -32,28 +35,20 @@ def find_model(model_id):
 def read_settings(given, model_id, config):
     """-> cfg, with the settings of the run if there is one. What is given wins."""
     given = {"n_eval": "200", "vllm_sleep": "False"} | given
-    if config is None:
-        return parse(given | {"model_id": model_id})
-    run = SimpleNamespace(**json.loads(config.read_text()))
-    given.pop("model_id", None)
     # A run that is resumed takes its settings from config.json.
-    cfg = parse(given | {"resume": config.parent})
+    given |= {"resume": config.parent} if config else {"model_id": model_id}
+    cfg = starter.main([f"--{name}={value}" for name, value in given.items()], only_settings=True)
     cfg.model_id = model_id
+    if config is None:
+        return cfg
+    run = SimpleNamespace(**json.loads(config.read_text()))
     # The same rows are held out in every run of a task, as long as the prompts are the same.
-    is_same_task = identify(cfg.task) == identify(run.task)
-    if is_same_task and not cfg.eval_task and (cfg.prompt, "") != (run.prompt, run.eval_task):
+    now, then = (starter.load_task_file(name) or os.path.realpath(name)
+                 for name in (cfg.task, run.task))  # a task may have several names
+    if now == then and not cfg.eval_task and (cfg.prompt, "") != (run.prompt, run.eval_task):
         raise starter.UserError("prompt and eval_task decide which problems are held out: leave "
                                 "them as in the run, or give other problems with --eval_task")
     return cfg
-
-
-def parse(given):
-    return starter.main([f"--{name}={value}" for name, value in given.items()], only_settings=True)
-
-
-def identify(task):
-    """-> what is equal for two names of the same task"""
-    return starter.load_task_file(task) or os.path.realpath(task)
 
 
 def pass_at_k(n, n_right, k):
@@ -62,12 +57,8 @@ def pass_at_k(n, n_right, k):
 
 
 def print_share(name, values):
-    """A mean over problems and its 95 % interval. Responses to one problem are not independent, so
-    problems are counted; four made-up ones keep the interval of 0 in 20 from being empty."""
-    padded = np.array([*values, 0, 0, 1, 1])
-    half = 1.96 * padded.std() / len(padded) ** 0.5
-    low, high = np.clip([padded.mean() - half, padded.mean() + half], 0, 1)
-    print(f"{name:18} {np.mean(values):.3f}  (95 %: {low:.3f} to {high:.3f})")
+    mean, low, high = record.share(values)
+    print(f"{name:18} {mean:.3f}  (95 %: {low:.3f} to {high:.3f})")
 
 
 def printable(text):
@@ -77,24 +68,26 @@ def printable(text):
 
 
 def evaluate(llm, task, n):
+    """-> n sampled Responses to each held-out problem, a greedy one to each"""
     print(f"sampling {n} responses to each of {len(task.held_out)} held-out problems ...")
-    _, responses = starter.evaluate_model(llm, task, n)
-    for response in responses[:2 * n:n]:
+    _, sampled = starter.evaluate_model(llm, task, n)
+    for response in sampled[:2 * n:n]:
         print(f"\nreward {response.reward:g}: {printable(response.problem['rendered'])}")
         for turn in response.problem["turns"]:
             print(printable(f"{turn['role']}> {turn['content']}"))
-    rewards = np.array([response.reward for response in responses]).reshape(-1, n)
-    cut_off = np.mean([not response.finished for response in responses])
-    length = np.mean([len(response.ids) for response in responses])
+    rewards = np.array([response.reward for response in sampled]).reshape(-1, n)
+    cut_off = np.mean([not response.finished for response in sampled])
+    length = np.mean([len(response.ids) for response in sampled])
     print(f"\nmean reward {rewards.mean():.3f}, {cut_off:.1%} cut off, {length:.1f} tokens")
     n_right = (rewards >= task.cfg.correct_reward).sum(1).tolist()
     for k in (1, 4, 8, 16, 32, 64):
         if k <= n:
             print_share(f"accuracy, pass@{k}", [pass_at_k(n, right, k) for right in n_right])
-    task.cfg.temperature = 0.0
-    _, responses = starter.evaluate_model(llm, task)
-    is_right = [response.reward >= task.cfg.correct_reward for response in responses]
+    task.cfg = SimpleNamespace(**vars(task.cfg) | {"temperature": 0.0})
+    _, greedy = starter.evaluate_model(llm, task)
+    is_right = [response.reward >= task.cfg.correct_reward for response in greedy]
     print_share("accuracy, greedy", is_right)
+    return sampled, greedy
 
 
 def chat(llm, task):
@@ -118,9 +111,12 @@ def chat(llm, task):
 
 def main(argv=None):
     given = starter.read_arguments(sys.argv[1:] if argv is None else argv)
-    own = SimpleNamespace(n_samples=8, chat=False)
+    own = SimpleNamespace(n_samples=8, chat=False, save="")
     starter.override(own, {name: given.pop(name) for name in vars(own) if name in given})
-    cfg = read_settings(given, *find_model(given.get("model_id", "out/latest")))
+    model_id, config = find_model(given.pop("model_id", "out/latest"))
+    if own.save and (config is None or {"task", "prompt", "thinking", "max_turns"} & given.keys()):
+        raise starter.UserError("--save needs a model of a run, with task and chat of that run")
+    cfg = read_settings(given, model_id, config)
     starter.prepare(cfg)
     task = starter.Task(cfg)
     if not (task.held_out_rows or own.chat):
@@ -134,8 +130,10 @@ def main(argv=None):
     if own.chat:
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             chat(llm, task)
-    else:
-        evaluate(llm, task, own.n_samples)
+        return
+    sampled, greedy = evaluate(llm, task, own.n_samples)
+    if own.save:
+        record.write(Path(own.save), config, cfg, sampled, greedy)
 
 
 if __name__ == "__main__":
