@@ -6,7 +6,7 @@
     answers.jsonl.gz              how answers were sampled, then a line with those to each problem
 """
 import starter  # first: it answers --help before the slow imports
-import gzip, json, re, shlex, shutil, sys
+import gzip, hashlib, json, re, shlex, shutil, sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -65,11 +65,13 @@ def read(folder, command):
     mean, low, high = share(np.mean(is_right, axis=1))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
+    answers = gzip.decompress((folder / "answers.jsonl.gz").read_bytes())
     numbers = [
         f"{last['time/minutes']:.1f}",
         percent(first["eval/accuracy"]) if "eval/accuracy" in first else "",
         f"{percent(mean)} ({100 * low:.1f} to {100 * high:.1f})",
-        percent(np.mean(greedy_is_right)), percent(np.mean(is_cut_off))]
+        percent(np.mean(greedy_is_right)), percent(np.mean(is_cut_off)),
+        hashlib.sha256(answers).hexdigest()[:12]]  # one answer of 5,000 may change no percentage
     return numbers, last["step"], wrong_settings
 
 

@@ -1201,10 +1201,9 @@ def mean_scores(prefix, responses):
             for name in names}
 
 def evaluate_and_keep_best(policy, llm, task, log, state, rollout=()):
-    """-> metrics of an evaluation. A model that is better than all before goes to best/. rollout:
-    the responses of this step; the best and the worst one of a group are shown, too."""
+    """-> metrics of an evaluation. A trained model that is better than all before goes to best/.
+    rollout: responses of this step; the best and the worst one of a group are shown, too."""
     metrics, responses = evaluate_model(llm, task)
-    # The evaluation of step 0 is the one to beat: best/ is always a trained model.
     if state.step and metrics["eval/mean_reward"] > state.best_reward:
         save_model(policy, task.tokenizer, log.folder / "best")
     state.best_reward = max(metrics["eval/mean_reward"], state.best_reward)
@@ -1265,14 +1264,16 @@ class Log:
             temporary.write_text(json.dumps(settings, indent=1))
         step = saved["state"]["step"] if saved else -1
         path = folder / "metrics.jsonl"
+        self.minutes_before = 0.0  # of the run that is resumed
         if path.exists():  # the steps after the checkpoint are repeated: remove their rows
-            lines = path.read_bytes().splitlines(True)
-            os.truncate(path, sum(map(len, lines[:step + 1])))
+            rows = path.read_bytes().splitlines(True)[:step + 1]
+            os.truncate(path, sum(map(len, rows)))
+            self.minutes_before = json.loads(rows[-1])["time/minutes"] if rows else 0.0
         from torch.utils.tensorboard import SummaryWriter
         self.writer = SummaryWriter(folder.parent / "tb" / folder.name, purge_step=step + 1)
-        rows = "".join(f"| {name} | {html.escape(repr(value)).replace('|', '&#124;')} |\n"
-                       for name, value in settings.items())
-        self.writer.add_text("settings", "| setting | value |\n|---|---|\n" + rows)
+        table = "".join(f"| {name} | {html.escape(repr(value)).replace('|', '&#124;')} |\n"
+                        for name, value in settings.items())
+        self.writer.add_text("settings", "| setting | value |\n|---|---|\n" + table)
 
     def append(self, name, row):
         with open(self.folder / name, "a") as file:
@@ -1281,7 +1282,7 @@ class Log:
     def write(self, step, metrics):
         if not IS_MAIN:
             return
-        metrics = metrics | {"time/minutes": minutes_running()}
+        metrics = metrics | {"time/minutes": self.minutes_before + minutes_running()}
         metrics = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.append("metrics.jsonl", {"step": step} | metrics)
         for name, value in metrics.items():
@@ -1422,9 +1423,8 @@ def read_arguments(argv):
     return given
 
 def read_settings(cfg, argv):
-    """Change cfg. -> what was typed. What wins, from weakest to strongest: the block in main(),
-    SETTINGS of the task file, the run that is resumed (or that made the model: its task and
-    prompt), what is typed."""
+    """Change cfg. -> what was typed. Weakest to strongest: the block in main(), SETTINGS of the task
+    file, the run that is resumed (or that made the model: task and prompt), what is typed."""
     typed = read_arguments(argv)
     override(cfg, typed)  # first: resume and model_id say where other settings come from
     given = settings_of_run(cfg, typed) if cfg.resume else settings_of_model(cfg, typed) | typed

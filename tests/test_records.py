@@ -77,9 +77,11 @@ def expected_row(root, name, printed, commit, flags):
     assert 5 < float(sampled) < 95 and sampled != shares["greedy"][0]
     cut_off = re.search("([0-9.]+)% cut off", printed)[1]
     first, *_, last = rows_of(root / "records" / name)
+    answers = gzip.decompress((root / "records" / name / "answers.jsonl.gz").read_bytes())
+    sha = hashlib.sha256(answers).hexdigest()[:12]
     return (f"| [{name}](records/{name}) | {last['time/minutes']:.1f} | "
             f"{100 * first['eval/accuracy']:.1f} % | {sampled} % ({low} to {high}) | "
-            f"{shares['greedy'][0]} % | {cut_off} % | {commit} | "
+            f"{shares['greedy'][0]} % | {cut_off} % | {sha} | {commit} | "
             f"`python starter.py {' '.join(flags)}` |")
 
 
@@ -236,17 +238,17 @@ def in_the_answers(edit_lines):
 
 def test_the_numbers_of_the_row_must_fit(findings):
     places = [(2, "[0-9.]+"), (3, "[0-9.]+"), (4, "[0-9.]+"), (4, "[0-9.]+(?= to)"),
-              (4, r"[0-9.]+(?=\))"), (5, "[0-9.]+"), (6, "[0-9.]+")]
+              (4, r"[0-9.]+(?=\))"), (5, "[0-9.]+"), (6, "[0-9.]+"), (7, "[0-9a-f]+")]
     found = findings([in_the_row(cell, pattern, "99.9") for cell, pattern in places])
     assert found == len(places) * [[NUMBERS]]
 
 
 def test_command_and_settings_must_fit(findings):
     assert findings([
-        in_the_row(8, "--lr=1e-9", ""), in_the_row(8, "--n_eval=8", "--n_eval=9"),
-        in_the_row(8, "starter.py", "starter.py --seed=7"),
-        in_the_row(8, "starter.py", "starter.py --use_kl_penalty"),
-        in_the_row(8, "starter.py", "starter.py --lr_=7"),
+        in_the_row(9, "--lr=1e-9", ""), in_the_row(9, "--n_eval=8", "--n_eval=9"),
+        in_the_row(9, "starter.py", "starter.py --seed=7"),
+        in_the_row(9, "starter.py", "starter.py --use_kl_penalty"),
+        in_the_row(9, "starter.py", "starter.py --lr_=7"),
         in_the_settings('"lr": 1e-09', '"lr": 1e-08'), in_the_settings('"seed": 42', '"seed": 1'),
         in_the_settings('"correct_reward": 0.9', '"correct_reward": 0.3'),
         in_the_settings('"max_turns": 10,', "")]) == [
@@ -274,6 +276,13 @@ def test_one_wrong_answer_is_noticed(findings):
         answer[0][0] = "<answer>0</answer>"
         write_lines(folder, [measured, *lines])
     assert findings([edit]) == [[NUMBERS]]
+
+
+def test_another_right_answer_is_noticed_too(findings):
+    """It changes no percentage."""
+    def add_a_blank(lines):
+        lines[1]["greedy"][0][0] += " "
+    assert findings([in_the_answers(add_a_blank)]) == [[NUMBERS]]
 
 
 def test_the_settings_of_the_speedrun_must_fit(root, verify):
@@ -324,7 +333,7 @@ def test_a_record_without_a_row_is_noticed(root, verify):
 
 
 def test_changed_scripts_and_problems_are_noticed(root, verify):
-    commit = row_of(root, "sums").split("|")[7].strip()
+    commit = row_of(root, "sums").split("|")[8].strip()
     change(root / "records" / "sums" / "starter.py", "GRPO", "GRPo")
     change(root / "records" / "sums" / "test.jsonl", "\n", "\n\n")
     change(root / "records" / "game" / "game.py", "1.0", "2.0")
@@ -336,11 +345,18 @@ def test_changed_scripts_and_problems_are_noticed(root, verify):
 
 
 def test_without_the_commit_scripts_are_not_checked(root, verify):
-    commit = row_of(root, "sums").split("|")[7].strip()
+    commit = row_of(root, "sums").split("|")[8].strip()
     shutil.rmtree(root / ".git")
     code, text = verify("sums")
     assert code == 0 and text.splitlines()[2:] == [
         f"sums: scripts not checked, because git does not have {commit} here", "sums: fits"]
+
+
+def test_without_a_commit_in_the_row_scripts_are_not_checked(root, verify):
+    cells = row_of(root, "sums").split("|")
+    cells[8] = ""  # git would take that for the files that are to be committed next
+    change(root / "BENCHMARKS.md", row_of(root, "sums"), "|".join(cells))
+    assert "sums: scripts not checked" in verify("sums")[1]
 
 
 # ---- Grading -------------------------------------------------------------------------------------
@@ -404,12 +420,11 @@ def test_every_record_has_its_own_scripts(root, verify):
     code, text = verify("first", "second")
     first, second = (line.split("|") for line in text.splitlines() if line.startswith("|"))
     assert first[4].startswith(" 0.0 %"), "the answers belong to another sum"
-    assert second[2:7] == row_of(root, "game").split("|")[2:7], "here that of tasks/ was imported"
+    assert second[2:8] == row_of(root, "game").split("|")[2:8], "here that of tasks/ was imported"
 
 
 def test_the_records_of_this_repository_fit(script):
-    for path in ROOT.glob("records/*/answers.jsonl.gz"):
-        assert script.run(ROOT, path.parent, script=ROOT / "verify.py") == 0, script.text()
+    assert script.run(ROOT, script=ROOT / "verify.py") == 0, script.text()
 
 
 # ---- records/plot.py -----------------------------------------------------------------------------

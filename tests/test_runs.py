@@ -754,7 +754,9 @@ def test_max_minutes_end_a_run_which_can_be_resumed(run_main, capsys):
     assert " s, 0 min" in capsys.readouterr().out, "minutes left, not steps left"
     assert len(rows_of(folder)) == 2 and (folder / "model").exists()
     starter.main([f"--resume={folder}", "--max_minutes=1000"])
-    assert len(rows_of(folder)) == 4
+    resumed = [row["time/minutes"] for row in rows_of(folder)]
+    assert len(resumed) == 4 and resumed[:2] == minutes, "those before are kept, and counted"
+    assert resumed[3] == pytest.approx(minutes[1] + starter.minutes_running(), abs=0.2)
 
 
 def test_a_checkpoint_runs_no_code(run_main, tmp_path):

@@ -135,7 +135,8 @@ def test_the_speedrun_ends_with_a_row_for_the_table(speedrun):
     assert run.returncode == 0, run.stderr
     *_, row, steps, finding = run.stdout.splitlines()
     assert re.fullmatch(r"\| \[record\]\(records/record\) \| [0-9.]+ \| [0-9.]+ % \| [0-9.]+ % "
-                        r"\([0-9.]+ to [0-9.]+\) \| [0-9.]+ % \| [0-9.]+ % \| COMMIT \| .*\|", row)
+                        r"\([0-9.]+ to [0-9.]+\) \| [0-9.]+ % \| [0-9.]+ % \| [0-9a-f]{12} \| "
+                        r"COMMIT \| .*\|", row)
     assert steps == "1 steps" and finding.startswith("record: not in BENCHMARKS.md")
     assert "4 responses to each of 9 held-out problems" in run.stdout and "0test=" in run.stdout
 
