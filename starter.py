@@ -1423,8 +1423,8 @@ def read_arguments(argv):
     return given
 
 def read_settings(cfg, argv):
-    """Change cfg. -> what was typed. Weakest to strongest: the block in main(), SETTINGS of the task
-    file, the run that is resumed (or that made the model: task and prompt), what is typed."""
+    """Change cfg. -> what was typed. Weakest to strongest: the block in main(), SETTINGS of the
+    task file, the run that is resumed (or that made the model: task and prompt), what is typed."""
     typed = read_arguments(argv)
     override(cfg, typed)  # first: resume and model_id say where other settings come from
     given = settings_of_run(cfg, typed) if cfg.resume else settings_of_model(cfg, typed) | typed
