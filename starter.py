@@ -1394,7 +1394,7 @@ def catch_signals():
     def handler(number, frame):
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after this step, with a checkpoint; press Ctrl-C again to quit without")
+        print("\nstopping after this step; Ctrl-C again to quit without saving", file=sys.stderr)
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
     # Processes that reward_fn starts must still end when they are terminated.

@@ -2600,7 +2600,7 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_stops_at_once(kept_signal
     received = starter.catch_signals()
     for _ in range(2):  # under torchrun a signal to all processes arrives twice
         signal.raise_signal(signal.SIGTERM)
-    assert received == [signal.SIGTERM] * 2 and "stopping after" in capsys.readouterr().out
+    assert received == [signal.SIGTERM] * 2 and "stopping after" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 

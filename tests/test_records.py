@@ -329,7 +329,7 @@ def test_a_record_without_a_row_is_noticed(root, verify):
     *numbers, _, _, _ = row.split("|")
     assert code == 1 and text.splitlines() == [
         f"{'|'.join(numbers)}| COMMIT | `COMMAND` |", "1 steps",
-        "sums: not in BENCHMARKS.md: its row would be the one above"]
+        "sums: graded, but not in BENCHMARKS.md: add the row above, with commit and command"]
 
 
 def test_changed_scripts_and_problems_are_noticed(root, verify):

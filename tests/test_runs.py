@@ -812,9 +812,9 @@ def test_ctrl_c_stops_after_the_step_with_a_model_and_a_checkpoint(run_main, mon
 
     monkeypatch.setattr(starter, "reward_fn", reward_fn)
     folder = run_main(f"--n_grpo_steps={n_steps}", "--eval_every=0", "--save_every=0")
-    text = capsys.readouterr().out
+    text, errors = capsys.readouterr()
     assert len(rows_of(folder)) == 2 and saved_step(folder) == 1 and (folder / "model").exists()
-    assert "stopping after this step" in text
+    assert errors.count("stopping after this step") == 1 and "stopping" not in text
     assert (f"stopped after step 1: --resume='{folder}' continues" in text) == is_early
 
 
@@ -832,10 +832,10 @@ def test_a_second_ctrl_c_ends_the_run_at_once_in_one_line(script, world, tmp_pat
     script.start(tmp_path, *small_run(world), "--task=slow.py", "--eval_every=0")
     script.until("rewarding")
     os.kill(script.pid, signal.SIGINT)
-    script.until("press Ctrl-C again to quit without")
+    script.until("Ctrl-C again to quit without saving")
     os.kill(script.pid, signal.SIGINT)
     assert script.end() == 1
-    _, _, last = script.text().partition("to quit without\n")
+    _, _, last = script.text().partition("to quit without saving\n")
     assert last.count("\n") == 1 and last.startswith("KeyboardInterrupt"), script.text()
 
 

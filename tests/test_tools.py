@@ -137,7 +137,7 @@ def test_the_speedrun_ends_with_a_row_for_the_table(speedrun):
     assert re.fullmatch(r"\| \[record\]\(records/record\) \| [0-9.]+ \| [0-9.]+ % \| [0-9.]+ % "
                         r"\([0-9.]+ to [0-9.]+\) \| [0-9.]+ % \| [0-9.]+ % \| [0-9a-f]{12} \| "
                         r"COMMIT \| .*\|", row)
-    assert steps == "1 steps" and finding.startswith("record: not in BENCHMARKS.md")
+    assert steps == "1 steps" and finding.startswith("record: graded, but not in BENCHMARKS.md")
     assert "4 responses to each of 9 held-out problems" in run.stdout and "0test=" in run.stdout
 
 
